@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers, which read no dictionary; __getattr__ imports at run time
+    from commsched import elastic as elastic
     from commsched.checkpoint import Saving as Saving
     from commsched.checkpoint import load as load
     from commsched.checkpoint import save as save
@@ -59,6 +60,8 @@ __all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "elastic":  # a module, as in Horovod
+        return import_module("commsched.elastic")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'commsched' has no attribute {name!r}")

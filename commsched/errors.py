@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+# Scripts also catch these two by their home in Horovod. Where Horovod is installed they are its own, and a
+# CommError is a HorovodInternalError of Horovod. Importing that module takes 3 ms and imports no torch.
+try:
+    from horovod.common.exceptions import HorovodInternalError as _Failure
+    from horovod.common.exceptions import HostsUpdatedInterrupt
+except Exception:  # not installed, or broken: that is reported where it is needed
+    _Failure = RuntimeError
 
-class CommError(RuntimeError):
+    class HostsUpdatedInterrupt(RuntimeError):  # type: ignore[no-redef]
+        """The hosts of an elastic job have changed; with ``skip_sync`` no rank was added."""
+
+        def __init__(self, skip_sync: bool) -> None:
+            self.skip_sync = skip_sync
+
+
+class CommError(_Failure):
     """Communication failed or cannot be set up; the message names the rank, what was expected and what to do.
 
     Arguments that one rank alone can recognise as wrong raise ``ValueError``. Errors that involve another

@@ -21,6 +21,7 @@ from typing import Any
 PAGE = Path(__file__).with_name("api.md")
 PACKAGES = {
     "commsched": "Horovod's operations and the optimizer",
+    "commsched.elastic": "training that goes on when ranks change",
     "commsched.pipeline": "a model in stages",
     "commsched.spatial": "an image in tiles",
 }

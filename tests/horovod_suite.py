@@ -1,6 +1,7 @@
 """Runs Horovod's own test suite over commsched and, beside it, over Horovod itself.
 
     python -m tests.horovod_suite CHECKOUT [--ranks 2] [--runs 1] [--files FILE...] [-k EXPRESSION]
+    python -m tests.horovod_suite CHECKOUT --elastic [--unskip] [--runs 1] [-k EXPRESSION]
 
 CHECKOUT is a checkout of Horovod at the installed version; source packages leave the tests out. Once the
 files run as they are, once with ``import commsched as hvd`` in the place of ``import horovod.torch as hvd``.
@@ -8,11 +9,16 @@ A test has passed where it passed on every rank. The last lines are the seconds 
 "commsched P of N, Horovod Q of N"; N leaves out what a system skips. The exit status is 1 where a test passes
 with Horovod alone, or did not run. ``--runs 20`` looks for rare hangs: it runs the files 20 times over
 commsched, and a test must pass each time.
+
+``--elastic`` runs the tests of elastic training, which start horovodrun themselves. ``--unskip`` also runs
+those that Horovod skips because it fails them.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import shutil
 import sys
 import tempfile
@@ -20,9 +26,12 @@ import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+from dnn_bench.rank_environment import environment
 from tests.support.launch import run_ranks
 
 FILES = ["test/parallel/test_torch.py"]
+ELASTIC = ["test/single/test_torch_elastic.py", "test/integration/test_elastic_torch.py"]
+PROGRAM = "test/integration/data/elastic_torch_main.py"  # what the elastic tests start
 WITH = {"commsched": "import commsched as hvd", "Horovod": "import horovod.torch as hvd"}
 TIMEOUT = 1800.0  # seconds for all ranks of one run
 _ORDER = ("passed", "skipped", "failed")
@@ -30,7 +39,7 @@ _ORDER = ("passed", "skipped", "failed")
 _RANK = """
 import os, sys, pytest
 report, *arguments = sys.argv[1:]
-sys.exit(pytest.main([*arguments, f"--junitxml={report}.{os.environ['HOROVOD_RANK']}"]))
+sys.exit(pytest.main([*arguments, f"--junitxml={report}.{os.environ.get('HOROVOD_RANK', 0)}"]))
 """
 
 
@@ -50,19 +59,31 @@ def outcomes(reports: list[Path]) -> dict[str, str]:
     return found if all(map(Path.exists, reports)) else dict.fromkeys(found, "failed")
 
 
-def run(checkout: Path, files: list[str], system: str, ranks: int, arguments: list[str]) -> dict[str, str]:
+def run(
+    checkout: Path, files: list[str], system: str, ranks: int, arguments: list[str], unskip: bool = False
+) -> dict[str, str]:
     """The outcomes of the files' tests with one of the two systems."""
     with tempfile.TemporaryDirectory(prefix="horovod-suite-") as name:
         folder = Path(name)
         shutil.copytree(checkout / "test", folder / "test")
         # Horovod's helpers import the package `mock`, which Python has by another name.
         (folder / "test" / "utils" / "mock.py").write_text("from unittest.mock import *\n")
-        for file in files:
-            text = (folder / file).read_text()
-            (folder / file).write_text(text.replace(WITH["Horovod"], WITH[system]))
+        elastic = files == ELASTIC
+        for file in [*files, PROGRAM] if elastic else files:
+            text = (folder / file).read_text().replace(WITH["Horovod"], WITH[system])
+            if unskip:  # the base class has the tests that are skipped
+                text = re.sub(r"def (\w+)(\(.*\):\s+)self\.skipTest\(.*\)", r"def \1\2super().\1()", text)
+                # It passes a number by a name that the function does not have.
+                base = (folder / file).with_name("elastic_common.py")
+                if base.exists():
+                    base.write_text(base.read_text().replace("np=4, min", "num_proc=4, min"))
+            (folder / file).write_text(text)
         report, tests = folder / "report", [str(folder / file) for file in files]
         pytest = ["-q", "-p", "no:cacheprovider", f"--rootdir={folder}", *arguments, *tests]
-        results = run_ranks(_RANK, ranks, [str(report), *pytest], timeout=TIMEOUT, launcher="horovodrun")
+        launcher, ranks = ("alone", 1) if elastic else ("horovodrun", ranks)
+        paths = [str(folder / "test" / "utils"), environment()["PYTHONPATH"]]
+        env = {"PYTHONPATH": os.pathsep.join(paths)}
+        results = run_ranks(_RANK, ranks, [str(report), *pytest], env, timeout=TIMEOUT, launcher=launcher)
         said = "\n".join(text[-6000:] for text in (results[0].stdout, results[0].stderr))
         print(f"--- {system}, rank 0\n{said}", file=sys.stderr)
         return outcomes([folder / f"report.{rank}" for rank in range(ranks)])
@@ -94,12 +115,15 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=1, help="runs over commsched (default 1)")
     parser.add_argument("--files", nargs="+", default=FILES, help=f"test files (default {' '.join(FILES)})")
     parser.add_argument("-k", dest="expression", help="run only the tests that match, as in pytest")
+    parser.add_argument("--elastic", action="store_true", help="run the tests of elastic training")
+    parser.add_argument("--unskip", action="store_true", help="also run those that Horovod skips")
     options = parser.parse_args(words)
-    for file in options.files:
+    files = ELASTIC if options.elastic else options.files
+    for file in files:
         path = options.checkout / file
         if not path.is_file():
             parser.error(f"{path} is missing: a source package leaves the tests out, take a checkout")
-        if WITH["Horovod"] not in path.read_text():
+        if file != ELASTIC[1] and WITH["Horovod"] not in path.read_text():
             parser.error(f"{path} does not say {WITH['Horovod']!r}: it is no test of horovod.torch")
     chosen = ["-k", options.expression] if options.expression else []
     found: dict[str, dict[str, str]] = {system: {} for system in WITH}
@@ -107,7 +131,7 @@ def main(words: list[str] | None = None) -> int:
     for system, runs in zip(WITH, (options.runs, 1), strict=True):
         for _ in range(runs):
             start = time.monotonic()
-            now = run(options.checkout, options.files, system, options.ranks, chosen)
+            now = run(options.checkout, files, system, options.ranks, chosen, options.unskip)
             seconds[system].append(time.monotonic() - start)
             found[system] = worst(found[system], now)
     text, status = compare(found)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from commsched.collectives.carrier import Built, Carrier, carrier, carrier_or_none, set_carrier
 from commsched.env import settings
+from commsched.errors import CommError
 from commsched.process.launch import Launch, detect_launch
 
 if TYPE_CHECKING:
@@ -21,8 +22,20 @@ _initialised_by = 0
 
 
 def _carrier_class(launch: Launch) -> type[Carrier]:
-    """Return the carrier that COMMSCHED_RUNTIME names; by default Horovod under horovodrun, else torch."""
+    """Return the carrier that COMMSCHED_RUNTIME names; by default Horovod under horovodrun, else torch.
+
+    Elastic jobs have torch's. Horovod itself would ask the driver for its place, and so must our store: the
+    driver takes two questions of one process for two epochs. Horovod can also abort a process whose peer is
+    lost.
+    """
     name = settings().runtime
+    if launch.elastic and name == "horovod":
+        raise CommError(
+            "COMMSCHED_RUNTIME is horovod, and in an elastic job commsched carries the collectives itself;"
+            " unset it on every rank"
+        )
+    if not name and launch.elastic:
+        name = "torch"
     if not name:
         horovod = launch.launcher == "horovodrun" and importlib.util.find_spec("horovod") is not None
         name = "horovod" if horovod else "torch"
@@ -46,10 +59,13 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     Works under horovodrun, torchrun, mpirun, Slurm's srun, Ray Train and alone (one rank). `process_sets` are
     registered at once; they can always be added later, so Horovod's ``"dynamic"`` changes nothing. `comm` may
     only name all ranks: use process sets for fewer.
+
+    In an elastic job of horovodrun, every ``init()`` after ``shutdown()`` begins the job's next epoch: it
+    waits for the ranks that are left, which may get other numbers.
     """
     if carrier_or_none() is not None:
         return
-    launch = _launch()
+    launch = renew()
     if comm is not None and list(comm) not in ([], list(range(launch.size))):
         raise ValueError(
             f"init(comm=...) must name all {launch.size} ranks, but got {comm!r}; for a subset of the ranks "
@@ -61,6 +77,17 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     except Exception:
         shutdown()
         raise
+
+
+def renew() -> Launch:
+    """Return this process's place in the job, of horovodrun's elastic driver if that tells it anew."""
+    launch = _launch()
+    if launch.elastic:
+        from commsched.process import rendezvous
+
+        rendezvous.renew(launch)
+        launch = _launch()
+    return launch
 
 
 def join_framework(launch: Launch, publish: Publish) -> None:

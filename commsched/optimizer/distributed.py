@@ -5,10 +5,13 @@ The package's docstring says which files a gradient passes; ``wrapper.py`` has t
 
 from __future__ import annotations
 
+import gc
+import itertools
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +19,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commsched.backends import PLAIN, wanted_transport
+from commsched.collectives.carrier import carrier_or_none
 from commsched.collectives.compression import Compression, block_code
 from commsched.collectives.job import ProcessSet, global_process_set
 from commsched.collectives.operations import Adasum, Average, Sum
 from commsched.optimizer.planner import Options
-from commsched.optimizer.session import Session
+from commsched.optimizer.session import open_optimizers
 from commsched.optimizer.sharded_step import HALVES
 from commsched.optimizer.wrapper import DistributedMethods, Unplanned
 from scheduler.ir.profile import Profile
@@ -103,19 +107,71 @@ def DistributedOptimizer(
     wrapped.__dict__ = optimizer.__dict__
     wrapped._parameter_names, wrapped._model, wrapped._options = names, model, options
     wrapped._session, wrapped._unplanned, wrapped._closed, wrapped._released = None, None, False, False
-    # One rank alone needs a session for master weights only.
-    if process_set.included() and (int(process_set.size()) > 1 or master_weights):  # type: ignore[arg-type]
-        if one_by_one:
-            trained = [p for p in params if p.requires_grad]
-            grouped = [[trained[i] for i in group] for group in options.groups] if options.groups else None
-            factor = options.predivide
-            wrapped._unplanned = Unplanned(compression, op, factor, sparse_as_dense, process_set, grouped)
-        else:
-            wrapped._session = Session(wrapped)
+    if one_by_one:
+        trained = [p for p in params if p.requires_grad]
+        grouped = [[trained[i] for i in group] for group in options.groups] if options.groups else None
+        factor = options.predivide
+        wrapped._make_unplanned = partial(
+            Unplanned, compression, op, factor, sparse_as_dense, process_set, grouped
+        )
+    wrapped.set_backward_passes_per_step(backward_passes_per_step)
+    if not lasting.takes(wrapped):
+        wrapped.connect()
     wrapped._patch_step_function()
     _keep_together(wrapped)
-    wrapped.set_backward_passes_per_step(backward_passes_per_step)
     return wrapped
+
+
+# -- over the epochs of an elastic job -----------------------------------------------------------------------
+
+
+class LastingOptimizers:
+    """The optimizers that were made outside of ``elastic.run``'s function, and last over its calls.
+
+    In an elastic job a process may make them while the others are in ``elastic.run``, so making them must not
+    connect them: ``connect()`` does, where every rank calls it, in the order in which they were made.
+    """
+
+    def __init__(self) -> None:
+        self._made: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
+        self.running = False  # within the user's function
+
+    def takes(self, wrapped: Any) -> bool:
+        """Note a new optimizer; return whether ``connect()`` will connect it, and its maker must not."""
+        if self.running:
+            return False
+        self._made[next(self._numbers)] = wrapped
+        current = carrier_or_none()
+        return current is not None and current.launch.elastic
+
+    def _alive(self) -> list[Any]:
+        gc.collect()  # nobody uses those that only the collector knows, on any rank
+        return [one for reference in self._made.valuerefs() if (one := reference()) is not None]
+
+    def described(self) -> list[list[Any]]:
+        """Return what must be equal on all ranks before ``connect()``."""
+        return [
+            [type(one).__name__, sum(len(group["params"]) for group in one.param_groups)]
+            for one in self._alive()
+        ]
+
+    def connect(self) -> None:
+        """Connect all to the job as it is now. Collective."""
+        for one in self._alive():
+            if not (one._released or one._closed):
+                one.resume()
+
+    def disconnect(self, wait: bool) -> None:
+        """Make plain optimizers of all that are connected, also of those made inside of the function.
+
+        Collective, unless ``wait`` is False.
+        """
+        for one in [*self._alive(), *open_optimizers()]:
+            one.disconnect(wait)
+
+
+lasting = LastingOptimizers()
 
 
 def _keep_together(wrapped: Any) -> None:

@@ -538,6 +538,12 @@ def _open_sessions(ranks: Ranks) -> list[Session]:
     return [one for one in sessions if one.backend.ranks.global_own == ranks.global_own]
 
 
+def open_optimizers() -> list[Any]:
+    """Return the optimizers whose sessions are open, in the order in which those were made."""
+    sessions = [one for one in _opened_so_far() if isinstance(one, Session) and one.is_open]
+    return [optimizer for one in sessions if (optimizer := one._wrapped()) is not None]
+
+
 def _has_company(ranks: Ranks) -> bool:
     """Return whether this rank has another optimizer that is open, beside that of these ranks."""
     return any(one.backend.ranks is not ranks for one in _open_sessions(ranks))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from commsched.collectives.carrier import carrier_or_none, epoch
 from commsched.collectives.job import ProcessSet
 from commsched.collectives.operations import (
     Adasum,
@@ -85,6 +86,8 @@ class DistributedMethods(Optimizer):
     _skip = False
     _synchronized = False
     _samples = 0  # counted on a rank alone
+    _make_unplanned: Callable[[], Unplanned] | None = None  # where gradients are reduced one by one
+    _job: int | None = None  # the epoch of the job that this optimizer is connected to
     _released = _closed = False
     _plain_step: Any = None  # the step() that a scheduler had put into the instance before it was wrapped
     backward_passes_per_step = 1
@@ -101,6 +104,7 @@ class DistributedMethods(Optimizer):
         A parameter whose gradient has not arrived is updated when it is first needed, with the
         hyperparameters of this call. Every access to such a parameter waits for the update.
         """
+        self._check_connected()
         if self._synchronized and not self._skip:
             again = "they are reduced again" if self._unplanned else "Horovod would reduce them again"
             warnings.warn(
@@ -386,8 +390,7 @@ class DistributedMethods(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._settle()
-        masters = self._session is not None and self._options.master_weights
-        load_state_dict_of(self, self._base, state_dict, masters)
+        load_state_dict_of(self, self._base, state_dict, self._options.master_weights)
         if self._session is not None and not self._closed:
             self._session.mode.take_state()
 
@@ -423,6 +426,61 @@ class DistributedMethods(Optimizer):
         if self._session is not None and self._session.round.has_others():
             self._synchronize()
 
+    # [Note: optimizers outlive jobs]
+    # An optimizer is connected to one epoch of the job: connections, buckets, plans and shards are made for
+    # the ranks of that epoch. When it ends (a rank is lost, or hosts change), ``disconnect()`` leaves a plain
+    # optimizer with the whole state. ``connect()`` then makes everything anew for the ranks there are, and
+    # nothing where there is one. Both are collective, so no rank may notice by itself that it is time:
+    # ``commsched.elastic.run`` calls them between two calls of the user's function, on all ranks, in the
+    # order in which the optimizers were made. A script that calls ``shutdown()`` and ``init()`` itself calls
+    # ``release()`` and ``resume()``. ``step()`` of an optimizer that was left out is an error: it would use
+    # the gradients of this rank alone, or wait for ranks that are gone.
+
+    def connect(self) -> None:
+        """Reduce gradients over the ranks of the job as it is now. Collective."""
+        process_set = self._options.process_set
+        self._session = self._unplanned = None
+        self._released = False
+        # One rank alone needs a session for master weights only.
+        if process_set.included() and ((process_set.size() or 1) > 1 or self._options.master_weights):
+            if self._make_unplanned is not None:
+                self._unplanned = self._make_unplanned()
+            else:
+                self._session = Session(self)
+        self.set_backward_passes_per_step(self.backward_passes_per_step)
+        self._job = epoch()
+
+    def disconnect(self, wait: bool) -> None:
+        """Be a plain optimizer until ``connect()``. Collective, unless ``wait`` is False.
+
+        After an error, ``wait=False`` drops the gradients, and the updates that are on their way: the
+        parameters can be read and loaded.
+        """
+        if self._closed or self._released:
+            return
+        self.release(wait)
+        self._unplanned, self._job, self._released = None, None, False
+        if not wait:
+            self._samples = 0
+            self._base.zero_grad(self)
+
+    def _check_connected(self) -> None:
+        current = carrier_or_none()
+        if current is None or self._job == epoch() or self._released or self._closed:
+            return
+        launch = current.launch
+        if self._session is not None and not launch.elastic:
+            return  # the ranks are the same as before, and so are the connections
+        if launch.size == 1 and self._session is None:
+            self.connect()
+            return
+        raise CommError(
+            f"rank {launch.rank} of {launch.size}: this optimizer is not connected to the ranks of the job as"
+            " it is now; train in a function with @commsched.elastic.run, and make the optimizer before that"
+            " function is called, or inside of it in each call; or call optimizer.release() before shutdown()"
+            " and optimizer.resume() after init(), on all ranks"
+        )
+
     def release(self, wait: bool = True) -> None:
         """Apply the last update and step locally from now on, with the whole state. Every rank must call.
 
@@ -436,9 +494,9 @@ class DistributedMethods(Optimizer):
             self._session, self._released, self._closed = None, True, False
 
     def resume(self) -> None:
-        """Reduce gradients again after ``release()``. Every rank must call."""
-        if self._released:
-            self._session, self._released = Session(self), False
+        """Reduce gradients again after ``release()``, over the job as it is now. Every rank must call."""
+        if self._released or (self._session is None and self._job != epoch()):
+            self.connect()
 
     def profile(self) -> Profile:
         """Return the measured profile; ``.save(FILE)`` writes it, ``profile=FILE`` plans from it."""

@@ -44,11 +44,15 @@ class FailureMonitor:
         self._process = os.getpid()
         # Reentrant: while a thread holds it, the collector may free a waiter there, which unregisters itself.
         self._lock = threading.RLock()
-        self._ranks: weakref.WeakKeyDictionary[Abortable, frozenset[int]] = weakref.WeakKeyDictionary()
+        # The job that each waiter belongs to, and its ranks there: the next job's have the same numbers.
+        self._ranks: weakref.WeakKeyDictionary[Abortable, tuple[int, frozenset[int]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._job = 0
         self._probes: weakref.WeakKeyDictionary[Abortable, Probe] = weakref.WeakKeyDictionary()
         self._lost: dict[int, str] = {}
         self._left: dict[int, str] = {}
-        self._reports: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[tuple[int, int, str] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ended = False
 
@@ -60,7 +64,7 @@ class FailureMonitor:
         if os.getpid() != self._process:
             return  # before the lock, which a thread of the parent may have held at the fork
         with self._lock:
-            self._ranks[waiter] = frozenset(ranks)
+            self._ranks[waiter] = self._job, frozenset(ranks)
             if probe is not None:
                 self._probes[waiter] = probe
         if probe is not None:
@@ -77,7 +81,7 @@ class FailureMonitor:
         """Report that a rank of the job is lost. Does not block; may be called from any thread."""
         if os.getpid() == self._process:
             self._lost.setdefault(rank, reason)
-            self._wake((rank, reason))
+            self._wake((self._job, rank, reason))
 
     def note_left(self, rank: int, reason: str) -> None:
         """Note that a rank has left the job in order. Aborts nothing: what it has sent may still be read."""
@@ -93,6 +97,7 @@ class FailureMonitor:
 
     def begin_job(self) -> None:
         """Forget the lost ranks of an earlier job of this process: the new one's have the same numbers."""
+        self._job += 1
         self._lost.clear()
         self._left.clear()
 
@@ -103,7 +108,7 @@ class FailureMonitor:
             self._reports.put(None)
             self._thread.join(_CLOSE_SECONDS)
 
-    def _wake(self, report: tuple[int, str] | None) -> None:
+    def _wake(self, report: tuple[int, int, str] | None) -> None:
         self._reports.put(report)
         with self._lock:
             if self._thread is None:
@@ -120,10 +125,12 @@ class FailureMonitor:
             except queue.Empty:
                 continue
             if report is not None:
+                job, rank, reason = report
                 with self._lock:
-                    waiters = [w for w in _alive(self._ranks) if report[0] in self._ranks.get(w, ())]
-                for waiter in waiters:
-                    _abort(waiter, report[1])
+                    known = [(waiter, self._ranks.get(waiter, (-1, ()))) for waiter in _alive(self._ranks)]
+                for waiter, (its_job, ranks) in known:
+                    if its_job == job and rank in ranks:
+                        _abort(waiter, reason)
 
     def _probe_all(self) -> None:
         with self._lock:

@@ -27,6 +27,7 @@ class Launch:
     mpi: bool = False
     address: str = ""  # of rank 0, with `port`, where the launcher's variables tell both
     port: int = 0
+    elastic: bool = False  # horovodrun's driver tells each process its place anew: see rendezvous.renew
 
     @property
     def one_host(self) -> bool:
@@ -99,7 +100,8 @@ def _read(environ: Mapping[str, str], launcher: str) -> Launch:
     local_rank = integer(variables.local_rank, place[0])
     local_size = integer(variables.local_size, place[1])
     node = environ.get(variables.node) or socket.gethostname()
-    return Launch(launcher, rank, size, local_rank, local_size, node, mpi)
+    elastic = launcher == "horovodrun" and not mpi and environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
+    return Launch(launcher, rank, size, local_rank, local_size, node, mpi, elastic=elastic)
 
 
 def _read_slurm(environ: Mapping[str, str]) -> Launch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import http.client
 import os
 import socket
 import struct
@@ -121,6 +122,22 @@ class KeyValueServer:
         request = urllib.request.Request(f"{self._root}/{scope}/{key}", data=value, method=method)
         with urllib.request.urlopen(request, timeout=self._timeout):
             pass
+
+    def ask(self, scope: str, key: str) -> bytes:
+        """Return the answer to a question that the server answers once all ranks have asked."""
+        try:
+            answer = self._get(scope, key)
+        except (OSError, http.client.HTTPException) as error:
+            raise CommError(
+                f"horovodrun's server ({self._root}) did not answer within {self._timeout:g} s"
+                f" (COMMSCHED_TIMEOUT): {error}; has horovodrun ended, or does a rank still wait elsewhere?"
+            ) from error
+        if answer is None:
+            raise CommError(
+                f"horovodrun's server ({self._root}) does not know {scope}/{key}; does this process belong to"
+                " the job that horovodrun runs?"
+            )
+        return answer
 
     def _get(self, scope: str, key: str) -> bytes | None:
         try:

@@ -3,6 +3,26 @@
 Rank 0 listens. Where the launcher provides no address, rank 0 publishes its own through horovodrun's
 key-value server, one MPI broadcast or Horovod itself. Every rank then writes a record into the store. The
 records show missing ranks, duplicate ranks and different numbers of ranks.
+
+[Note: epochs]
+Under most launchers a process keeps its rank, and a second ``init()`` needs every rank again. The store is
+kept for it. Under horovodrun's elastic driver (``launch.elastic``) ranks come and go, also rank 0. Such a job
+has epochs, and each epoch its own ranks and its own store:
+
+    who                       what                                             key-value server of horovodrun
+    ------------------------  -----------------------------------------------  ------------------------------
+    driver                    starts processes with their place                emptied before
+    rank 0, then the others   meet(): a new store                              commsched/rank0 = its address
+    all, after a loss or a    shutdown(), then renew(): ask for the place in   the address is still there
+    change of hosts           the next epoch; wait
+    driver                    all processes have asked or ended: answers all,  emptied before
+                              starts new processes
+    rank 0, then the others   meet(): a new store                              commsched/rank0 = its address
+
+Nobody can read the address of an earlier epoch. A rank learns its place only after the server was emptied,
+and before that every process that could write there has asked for its next place, or has ended. A process
+that horovodrun wrongly takes for ended (its ssh connection broke) might write; ranks that follow it miss the
+others, say so after COMMSCHED_START_TIMEOUT, and ask again.
 """
 
 from __future__ import annotations
@@ -35,6 +55,8 @@ from scheduler.ir.inputs import InputError, whole
 Publish = Callable[[dict[str, Any] | None], dict[str, Any]]
 """Broadcasts rank 0's contact data: rank 0 passes it, the others pass None; returns it on every rank."""
 _POLL_SECONDS = 0.02
+# What the driver answers, in its order.
+_PLACE = tuple(f"HOROVOD_{name}" for name in "RANK SIZE LOCAL_RANK LOCAL_SIZE CROSS_RANK CROSS_SIZE".split())
 _LINGER_SECONDS = 20.0
 
 
@@ -76,19 +98,23 @@ class _StoreConnection:
 
 
 _connection: _StoreConnection | None = None
-_generation = 0
+_generation = 0  # counts the meetings over this connection
+_has_met = False  # the place that the launcher's variables tell has served for a meeting
 
 
 def meet(launch: Launch, publish: Publish | None = None) -> Meeting:
     """Wait for all ranks of `launch`; ``CommError`` names a rank that is missing or disagrees."""
-    global _connection, _generation
-    _generation += 1
+    global _connection, _generation, _has_met
+    _has_met = True
     failure_monitor.begin_job()
+    if launch.elastic:
+        _connection = None
     if launch.size == 1:
         record = Record(0, 1, 0, launch.node, "127.0.0.1", "127.0.0.1")
         return Meeting(launch, HashStore(), (record,), "127.0.0.1")
     if _connection is None:
-        _connection = _connect(launch, publish)
+        _connection, _generation = _connect(launch, publish), 0
+    _generation += 1
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"commsched/{restart}/{_generation}", _connection.store)
     own, master = _connection.own_address, _connection.master_address
@@ -102,8 +128,45 @@ def meet(launch: Launch, publish: Publish | None = None) -> Meeting:
     return Meeting(launch, store, records, _reachable_address(mine, records))
 
 
+def renew(launch: Launch) -> None:
+    """Ask horovodrun's elastic driver for this process's place in the next epoch; wait until all have asked.
+
+    Changes the variables that the driver has set. Does nothing if the place they tell has not been used yet:
+    the driver takes each question for the wish to begin another epoch.
+    """
+    global _connection, _has_met
+    if not _has_met:
+        return
+    _connection = None  # nobody may find the store of the ended epoch
+    server = launcher_server(settings().timeout)
+    if server is None:
+        raise CommError(
+            "HOROVOD_ELASTIC is set, but not HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT, which tell where the"
+            " driver is; start the script with horovodrun, or unset HOROVOD_ELASTIC"
+        )
+    answer = server.ask("rank_and_size", f"{launch.node}:{launch.local_rank}").decode()
+    values = answer.split(",")
+    if len(values) != len(_PLACE) or not all(value.lstrip("-").isdigit() for value in values):
+        raise CommError(
+            f"horovodrun must answer with {len(_PLACE)} numbers ({', '.join(_PLACE)}), but said {answer!r};"
+            " commsched works with the driver of Horovod 0.28"
+        )
+    if int(values[0]) < 0:
+        raise CommError(
+            f"process {launch.local_rank} of host {launch.node} is no longer part of the job: the host was"
+            " removed, or a process on it failed; nothing is to be done, the other ranks go on"
+        )
+    os.environ.update(zip(_PLACE, values, strict=True))
+    _has_met = False
+
+
 def _connect(launch: Launch, publish: Publish | None) -> _StoreConnection:
     options = settings()
+    if launch.elastic and options.master_addr:
+        raise CommError(
+            "COMMSCHED_MASTER_ADDR is set, and in an elastic job rank 0 may move to another host; unset it on"
+            " every rank: horovodrun tells where rank 0 is"
+        )
     if options.master_addr or launch.address or (launch.launcher == "torchrun" and publish is None):
         return _connect_to_given(launch)
     if publish is None:
@@ -143,10 +206,10 @@ def _connect_to_given(launch: Launch) -> _StoreConnection:
     return _join([address], port, None)
 
 
-def launcher_server() -> KeyValueServer | None:
+def launcher_server(timeout: float | None = None) -> KeyValueServer | None:
     """Return horovodrun's key-value server; None under other launchers and under horovodrun with MPI."""
     address, port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), _port("HOROVOD_GLOO_RENDEZVOUS_PORT")
-    return KeyValueServer(address, port, settings().start_timeout) if address and port else None
+    return KeyValueServer(address, port, timeout or settings().start_timeout) if address and port else None
 
 
 def _port(variable: str) -> int:

@@ -47,7 +47,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CAPTURE = Path(__file__).with_name("capture.py")
 MARK = "COMMSCHED_TEST_MARK"
 # srun-env: two hosts, of which the variables of Slurm tell; srun-env:16: sixteen. All are this machine.
-LAUNCHERS = ("torchrun-env", "srun-env", "torchrun", "horovodrun", "mpirun", "alone")
+# elastic:SCRIPT: horovodrun with at least one rank, on the hosts of this machine that the script prints.
+LAUNCHERS = ("torchrun-env", "srun-env", "torchrun", "horovodrun", "elastic", "mpirun", "alone")
 LAUNCH_PREFIXES = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM", "TORCHELASTIC_", "GROUP_", "ROLE_")
 LAUNCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -78,7 +79,7 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return env | dict(extra or {})
 
 
-def launcher_command(launcher: str, nprocs: int, port: int = 0) -> list[str]:
+def launcher_command(launcher: str, nprocs: int, port: int = 0, hosts: str = "") -> list[str]:
     """What stands before `python script`, empty where ranks start one by one; torchrun needs a `port`."""
     beside = Path(sys.executable).parent
     if launcher == "horovodrun":
@@ -86,6 +87,11 @@ def launcher_command(launcher: str, nprocs: int, port: int = 0) -> list[str]:
         # Without --disable-cache it would write to the home folder.
         hosts = ["-H", f"localhost:{nprocs}"]
         return [str(beside / "horovodrun"), "--disable-cache", "--gloo", "-np", str(nprocs), *hosts]
+    if launcher == "elastic":
+        skip_without_horovod()
+        command = [str(beside / "horovodrun"), "--disable-cache", "--gloo", "-np", "1", "--min-np", "1"]
+        found = ["--host-discovery-script", hosts, "--network-interface", "lo"]  # else it needs two hosts
+        return [*command, "--max-np", str(nprocs), *found]
     if launcher == "mpirun":
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
         mpirun = shutil.which("mpirun") or "mpirun"
@@ -142,8 +148,8 @@ class Ranks:
         self.arguments = [str(CAPTURE), str(self.folder), str(script), *args]
         base = clean_environment({MARK: self.mark} | dict(env))
         self.port = HeldPort()
-        self.prefix = launcher_command(launcher, nprocs, self.port.number)
-        srun = partial(srun_environments, hosts=int(hosts or 2))
+        self.prefix = launcher_command(launcher, nprocs, self.port.number, hosts)
+        srun = partial(srun_environments, hosts=int(hosts) if hosts.isdigit() else 2)
         one_by_one = {"torchrun-env": torchrun_environments, "srun-env": srun}.get(launcher)
         environments = one_by_one(base, nprocs, self.port.number) if one_by_one else [base]
         self.sessions: set[int] = set()

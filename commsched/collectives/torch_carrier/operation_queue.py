@@ -229,7 +229,7 @@ class OperationQueue:
                 operation.finish(result=message.get("last"), error=error)
         elif kind == "lost":
             self._fail_all(message["message"])
-            if message["rank"] is not None:
+            if message["rank"] is not None and not self._leaving:  # else the next job may have begun
                 failure_monitor.report(message["rank"], message["message"])
         elif kind == "waits":
             print(f"commsched: rank {self._meeting.launch.rank}: {message['message']}", file=sys.stderr)

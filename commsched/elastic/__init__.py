@@ -1,0 +1,21 @@
+"""Training that goes on when ranks are lost or hosts come and go: Horovod's elastic API for PyTorch.
+
+state      what is committed, restored and given to new ranks
+sampler    a dataset's samples that are left in this epoch, over the ranks there are
+recovery   ``run``: restores the last commit after a lost rank, and begins the job's next epoch
+"""
+
+from commsched.elastic.recovery import run
+from commsched.elastic.sampler import ElasticSampler
+from commsched.elastic.state import ObjectState, State, TorchState
+from commsched.errors import HorovodInternalError, HostsUpdatedInterrupt
+
+__all__ = [
+    "ElasticSampler",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "TorchState",
+    "run",
+]

@@ -1,0 +1,171 @@
+"""``run``: calls the user's training function in each epoch of an elastic job.
+
+[Note: what ends an epoch]
+
+    the function raises    the state   then
+    ---------------------  ----------  ---------------------------------------------------------------
+    HorovodInternalError,  is          the next epoch begins with the ranks that are left: on_reset(),
+    or CommError, which    restored    sync(), call again
+    is one: a lost rank
+    HostsUpdatedInterrupt  stays       the same; without sync() if all ranks can do without
+    another exception      stays       it ends this process, and the other ranks lose a rank
+
+Only horovodrun's elastic driver can begin an epoch without a lost rank (``process.rendezvous``). Under every
+other launcher a ``CommError`` restores the last commit and is raised: the launcher ends the job, or starts it
+again.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from commsched.collectives.job import init, renew, shutdown
+from commsched.collectives.operations import allgather_object
+from commsched.elastic.state import State
+from commsched.env import settings
+from commsched.errors import CommError, HostsUpdatedInterrupt
+from commsched.optimizer.distributed import lasting
+from commsched.process.launch import detect_launch
+from commsched.process.rendezvous import launcher_server
+
+_log = logging.getLogger("commsched")
+# Of Horovod where that is installed: scripts raise it, too.
+_Failure = CommError.__bases__[0] if CommError.__bases__[0] is not RuntimeError else CommError
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def run(
+    func: Callable[Concatenate[Any, _Arguments], _Result],
+) -> Callable[Concatenate[Any, _Arguments], _Result]:
+    """Decorate a training function whose first argument is a ``State``: it is called again when ranks change.
+
+    Before each call all ranks get the state of rank 0. A rank must not call collectives before the function:
+    the others may be in it. ``DistributedOptimizer`` may be made before.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: Any, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        elastic = detect_launch(os.environ, settings().launcher).elastic
+        is_reset, can_skip = False, False
+        with _notified_of_hosts(state, elastic):
+            while True:
+                try:
+                    if is_reset:
+                        state.on_reset()
+                    _begin(state, can_skip)
+                    return _called(func, state, *args, **kwargs)
+                except HostsUpdatedInterrupt as interrupt:
+                    can_skip = _ended_in_order(state, elastic) and interrupt.skip_sync
+                except _Failure as error:
+                    _roll_back(state, error, elastic)
+                    can_skip = False
+                _next_epoch(state, elastic)
+                is_reset = True
+
+    return wrapper
+
+
+def _begin(state: Any, can_skip: bool) -> None:
+    """Give all ranks one state, and connect the optimizers. Collective."""
+    every = allgather_object((can_skip, lasting.described()), "commsched.elastic")
+    differ = [rank for rank, (_, optimizers) in enumerate(every) if optimizers != every[0][1]]
+    if differ:
+        raise ValueError(
+            "all ranks must have made the same optimizers before the function of elastic.run, but rank 0 has"
+            f" {every[0][1]} and rank {differ[0]} has {every[differ[0]][1]} (class, number of parameters);"
+            " make them where every rank does, or inside of the function"
+        )
+    if not all(skips for skips, _ in every):  # a new rank has nothing yet
+        state.sync()
+    lasting.connect()
+
+
+def _called(func: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+    lasting.running = True
+    try:
+        return func(*args, **kwargs)
+    finally:
+        lasting.running = False
+
+
+def _ended_in_order(state: Any, elastic: bool) -> bool:
+    """Complete the last step on all ranks; return False where a rank was lost meanwhile. Collective."""
+    try:
+        lasting.disconnect(wait=True)
+        return True
+    except _Failure as error:
+        _roll_back(state, error, elastic)
+        return False
+
+
+def _roll_back(state: Any, error: Exception, elastic: bool) -> None:
+    """Restore the last commit; raise the error where nobody can begin an epoch without the lost rank."""
+    lasting.disconnect(wait=False)
+    state.restore()
+    if not elastic:
+        raise error
+    _log.warning("the job goes on from the last commit with the ranks that are left: %s", error)
+
+
+def _next_epoch(state: Any, elastic: bool) -> None:
+    """Leave this epoch of the job and join the next one."""
+    while True:
+        shutdown()
+        renew()
+        if isinstance(state, State):  # what was noted while the driver counted the hosts
+            state.forget_host_updates()
+        try:
+            init()
+            return
+        except _Failure as error:
+            if not elastic:
+                raise
+            _log.warning("a rank was lost while the ranks met; they meet again: %s", error)
+
+
+@contextmanager
+def _notified_of_hosts(state: Any, elastic: bool) -> Iterator[None]:
+    """Within this context horovodrun's driver can tell this process that hosts have changed.
+
+    It tells rank 0, over a service of Horovod's that each rank offers, since each may become rank 0.
+    """
+    if not elastic:
+        yield
+        return
+    try:
+        from horovod.runner.common.util import codec, secret
+        from horovod.runner.elastic.worker import PUT_WORKER_ADDRESSES, WorkerNotificationService
+    except ImportError as error:
+        _log.warning(
+            "this job cannot take new hosts: Horovod is not installed where the ranks run (%s)", error
+        )
+        yield
+        return
+    key, place = secret.make_secret_key(), detect_launch(os.environ, settings().launcher)
+    service = WorkerNotificationService(key, os.environ.get("HOROVOD_GLOO_IFACE"), _Listener(state))
+    service._server.daemon_threads = True  # one that waits for a silent client must not keep the process
+    try:
+        server = launcher_server()
+        if server is not None:
+            value = codec.dumps_base64((service.addresses(), key), to_ascii=False)
+            server.put(PUT_WORKER_ADDRESSES, f"{place.node}:{place.local_rank}", value)
+        yield
+    finally:
+        service.shutdown()
+
+
+class _Listener:
+    """Takes the place of Horovod's notification manager."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def handle_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        self._state.on_hosts_updated(timestamp, update_res)

@@ -1,0 +1,61 @@
+"""A sampler whose remaining samples are divided among the ranks that there are."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+
+from commsched.collectives.job import rank, size
+
+
+class ElasticSampler(torch.utils.data.Sampler):
+    """Gives each rank its part of the samples that no rank has processed in this epoch of the data.
+
+    Pass it to ``TorchState``, call ``record_batch()`` after each batch, and ``set_epoch()`` at the end of
+    each epoch of the data. ``seed`` must be the same on all ranks. The order is Horovod's: all samples,
+    shuffled by seed and epoch, without as many at the front as are processed, dealt out to the ranks in turn.
+    The first samples are dealt out again where the ranks cannot divide them equally.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.epoch = self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch of the data: no sample is processed. Call it at the end of the one before."""
+        self.epoch, self.processed_num = epoch, 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Note that each rank has processed a batch of this size. ``batch_idx`` is not used."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Divide the samples that are left among the ranks of the job as it is now."""
+        self.rank, self.num_replicas = rank(), size()
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        self.remaining_indices = order[self.processed_num :]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        dealt = itertools.islice(itertools.cycle(self.remaining_indices), self.total_size)
+        self.indices = list(itertools.islice(dealt, self.rank, None, self.num_replicas))
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return self.num_samples

@@ -1,0 +1,226 @@
+"""States: what a rank commits, what it goes back to, and what it gives to new ranks."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from commsched.collectives.job import rank
+from commsched.collectives.model_state import broadcast_optimizer_state, broadcast_parameters
+from commsched.collectives.operations import broadcast_object
+from commsched.elastic.sampler import ElasticSampler
+from commsched.errors import HostsUpdatedInterrupt
+
+_REMOVED = 1  # hosts were only removed; the number is that of Horovod's HostUpdateResult
+
+
+class State:
+    """A state that the ranks share; subclasses say how it is saved, restored and given to the other ranks.
+
+    ``bcast_object`` returns rank 0's object on every rank. ``get_rank`` is in Horovod's signature.
+    """
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
+        self._bcast_object, self._rank = bcast_object, get_rank
+        self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()
+        self._last_updated_timestamp: float = 0
+        self._reset_callbacks: list[Callable[[], None]] = []
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """Call these after each change of ranks, for example to set the learning rate."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Adapt to the new ranks: ``reset()``, then the callbacks. ``run`` calls this before ``sync()``."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Note that horovodrun has found or lost hosts. Called by a thread of its own, on rank 0."""
+        self._host_messages.put((timestamp, update_res))
+
+    def forget_host_updates(self) -> None:
+        """Forget what was noted: the epoch that begins takes it into account."""
+        self._host_messages = queue.Queue()
+
+    def commit(self) -> None:
+        """Save the state, then call ``check_host_updates()``. Every rank must call, after the same step."""
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raise ``HostsUpdatedInterrupt`` on all ranks if hosts have changed. Collective."""
+        before = newest = self._last_updated_timestamp
+        update = 0
+        messages = self._host_messages
+        while not messages.empty():
+            timestamp, result = messages.get()
+            if timestamp > before:  # else it is one that the driver has sent twice
+                newest, update = max(newest, timestamp), update | int(result)
+        # Only rank 0 is told, so all ranks do what it says.
+        before, self._last_updated_timestamp, update = self._bcast_object((before, newest, update))
+        if self._last_updated_timestamp > before:
+            raise HostsUpdatedInterrupt(update == _REMOVED)
+
+    def save(self) -> None:
+        """Keep the state as it is now, in this process."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give every rank the state of rank 0. Collective."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Adapt to other ranks, before ``sync()``; there may be nothing to do."""
+
+
+class ObjectState(State):
+    """A state of plain Python objects, which are its attributes. Commits hold copies of them."""
+
+    _saved_state: dict[str, Any]
+
+    def __init__(
+        self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any
+    ) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._set_attrs(kwargs)
+        self._saved_state = deepcopy(kwargs)
+
+    def save(self) -> None:
+        self._saved_state = deepcopy(self._current())
+
+    def restore(self) -> None:
+        self._set_attrs(deepcopy(self._saved_state))
+
+    def sync(self) -> None:
+        # The present values, not the saved ones: an interrupt without a commit must not lose any.
+        if self._saved_state:
+            self._set_attrs(self._bcast_object(self._current()))
+        self.save()
+
+    def _current(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._saved_state}
+
+    def _set_attrs(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+class TorchState(ObjectState):
+    """A state of models, optimizers, samplers and plain objects, which are its attributes.
+
+    Commits hold copies in this process's memory. ``sync()`` gives every rank what rank 0 has now, and commits
+    it. Other kinds of objects can have handlers of their own: ``set_handler_registry``.
+    """
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+        kwargs |= {"model": model, "optimizer": optimizer}
+        self._handlers = {
+            name: made for name, value in kwargs.items() if (made := _handler(value)) is not None
+        }
+        for name, handler in self._handlers.items():
+            object.__setattr__(self, name, handler.value)
+        plain = {name: value for name, value in kwargs.items() if name not in self._handlers}
+        super().__init__(broadcast_object, rank, **plain)
+
+    def save(self) -> None:
+        """Save everything, or nothing where a rank is lost meanwhile: reading a model may wait for others."""
+        before = [(handler, dict(vars(handler))) for handler in self._handlers.values()]
+        try:
+            for handler in self._handlers.values():
+                handler.save()
+            super().save()
+        except BaseException:
+            for handler, attributes in before:
+                vars(handler).update(attributes)
+            raise
+
+    def restore(self) -> None:
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        for handler in self._handlers.values():
+            handler.sync()
+        super().sync()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "_handlers" and name in self._handlers:
+            self._handlers[name].set_value(value)
+        super().__setattr__(name, value)
+
+
+# -- handlers ------------------------------------------------------------------------------------------------
+
+
+class StateHandler:
+    """Saves, restores and synchronises one attribute of a ``TorchState``."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.save()
+
+    def save(self) -> None:
+        """Keep a copy of the value's state dict."""
+        self._saved = deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        """Load what was saved last. A copy of it: an optimizer updates the tensors that it loads in place."""
+        self.value.load_state_dict(deepcopy(self._saved))
+
+    def sync(self) -> None:
+        """Give every rank the value of rank 0. Collective."""
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), name="commsched.elastic.state"))
+
+    def set_value(self, value: Any) -> None:
+        """Take another object in the place of this one."""
+        self.value = value
+        self.save()
+
+
+class ModelStateHandler(StateHandler):
+    """A model."""
+
+    def sync(self) -> None:
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+
+
+class OptimizerStateHandler(StateHandler):
+    """An optimizer; with shards, commits hold the whole state, because the next epoch has other shards."""
+
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, root_rank=0)
+
+
+Registry = list[tuple[type, Callable[[Any], Any]]]
+_handler_registry: Registry = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (torch.optim.lr_scheduler.LRScheduler, StateHandler),
+    (ElasticSampler, StateHandler),  # divides its samples anew when it loads a state
+]
+
+
+def get_handler_registry() -> Registry:
+    """Return the kinds of objects that ``TorchState`` has handlers for; the first that fits counts."""
+    return _handler_registry
+
+
+def set_handler_registry(registry: Registry) -> None:
+    """Replace the kinds of objects that ``TorchState`` has handlers for."""
+    global _handler_registry
+    _handler_registry = registry
+
+
+def _handler(value: Any) -> Any:
+    return next((make(value) for kind, make in _handler_registry if isinstance(value, kind)), None)

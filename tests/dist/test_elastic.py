@@ -1,0 +1,50 @@
+"""An elastic job of horovodrun: a host is added, then a rank is killed. The result is plain training's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.launch import start_ranks
+from tests.support.needs import needs_horovod
+
+PROGRAM = Path(__file__).with_name("programs") / "elastic_training.py"
+SIZES = [1, 1, 1, 2, 2, 2, 1, 1, 1]
+
+
+def plain() -> list[float]:
+    """The parameters after the same steps in one process, with the ranks' mean gradients."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(3, 2, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step, size in enumerate(SIZES):
+        optimizer.zero_grad()
+        for rank in range(size):
+            seeded = torch.Generator().manual_seed(10 * step + rank)
+            data = torch.randn(4, 3, dtype=torch.float64, generator=seeded)
+            (model(data).square().mean() / size).backward()
+        optimizer.step()
+    return [value for p in model.parameters() for value in p.flatten().tolist()]
+
+
+@pytest.mark.dist
+@needs_horovod
+@pytest.mark.parametrize(("gather", "victim"), [("gradients", 0), ("parameters", 1)])
+def test_a_host_comes_and_a_rank_is_lost(tmp_path: Path, gather: str, victim: int) -> None:
+    hosts, script = tmp_path / "hosts", tmp_path / "hosts.sh"
+    hosts.write_text("localhost:1\n")
+    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    script.chmod(0o755)
+    env = {"COMMSCHED_TIMEOUT": "300"}
+    with start_ranks(PROGRAM, 2, [str(hosts), gather, str(victim)], env, f"elastic:{script}") as ranks:
+        results = ranks.wait()
+        shown = ranks.report()
+    lines = results[1 - victim].stdout.splitlines()
+    assert lines, shown
+    sizes, at_reset, listening, values = json.loads(lines[-1])
+    assert sizes == SIZES and at_reset == ([2] * victim + [1]), shown
+    assert listening <= 1, "the stores of ended epochs still listen"
+    torch.testing.assert_close(torch.tensor(values), torch.tensor(plain()))

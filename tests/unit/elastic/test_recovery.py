@@ -1,0 +1,137 @@
+"""``elastic.run``: which errors begin an epoch, and which end the function. The test is the driver."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import commsched as hvd
+from commsched.collectives import job
+from commsched.elastic import recovery
+
+
+@pytest.fixture(autouse=True)
+def left():
+    yield
+    hvd.shutdown()
+
+
+class Recorded(hvd.elastic.State):
+    def __init__(self):
+        super().__init__(lambda value: value, lambda: 0)
+        self.calls = []
+
+    def __getattribute__(self, name):
+        if name in ("save", "restore", "sync", "on_reset", "forget_host_updates"):
+            return lambda: self.calls.append(name)
+        return super().__getattribute__(name)
+
+
+def failing(*errors):
+    """A function that raises these, one in each call, and then returns its argument."""
+    left = list(errors)
+
+    @hvd.elastic.run
+    def function(state, value):
+        state.calls.append("call")
+        if left:
+            raise left.pop(0)
+        return value
+
+    return function
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """What horovodrun's driver would do for one rank: each epoch has this rank alone."""
+    asked = []
+    launch = job._launch().__class__("horovodrun", 0, 1, 0, 1, "localhost", elastic=True)
+    monkeypatch.setattr(recovery, "detect_launch", lambda *_: launch)
+    monkeypatch.setattr(recovery, "renew", lambda: asked.append(hvd.is_initialized()))
+    monkeypatch.setattr(recovery, "_notified_of_hosts", lambda *_: nullcontext())
+    return asked
+
+
+def test_a_lost_rank(driver):
+    hvd.init()
+    state = Recorded()
+    assert failing(hvd.CommError("rank 1 died"))(state, 5) == 5
+    assert driver == [False]  # this rank has left the epoch when it asks
+    assert state.calls == ["sync", "call", "restore", "forget_host_updates", "on_reset", "sync", "call"]
+
+
+def test_hosts_were_added(driver):
+    hvd.init()
+    state = Recorded()
+    assert failing(hvd.elastic.HostsUpdatedInterrupt(False))(state, 5) == 5
+    assert state.calls == ["sync", "call", "forget_host_updates", "on_reset", "sync", "call"]
+
+
+def test_hosts_were_only_removed(driver):
+    hvd.init()
+    state = Recorded()
+    assert failing(hvd.elastic.HostsUpdatedInterrupt(True))(state, 5) == 5
+    assert state.calls == ["sync", "call", "forget_host_updates", "on_reset", "call"]
+
+
+def test_a_rank_is_lost_while_the_ranks_meet(driver, monkeypatch):
+    hvd.init()
+    outcomes = [hvd.CommError("missing: [1]"), None]
+
+    def init():
+        outcome = outcomes.pop(0)
+        if outcome is not None:
+            raise outcome
+        hvd.init()
+
+    monkeypatch.setattr(recovery, "init", init)
+    assert failing(hvd.CommError("rank 1 died"))(Recorded(), 5) == 5
+    assert driver == [False, False] and not outcomes
+
+
+def test_without_a_driver_the_commit_is_restored_and_the_error_raised():
+    hvd.init()
+    state = Recorded()
+    with pytest.raises(hvd.CommError, match="rank 1 died"):
+        failing(hvd.CommError("rank 1 died"))(state, 5)
+    assert state.calls == ["sync", "call", "restore"]
+
+
+def test_other_errors_end_the_function(driver):
+    hvd.init()
+    state = Recorded()
+    with pytest.raises(ZeroDivisionError):
+        failing(ZeroDivisionError())(state, 5)
+    assert state.calls == ["sync", "call"]
+
+
+def test_horovods_own_errors_are_caught(driver):
+    exceptions = pytest.importorskip("horovod.common.exceptions")
+    hvd.init()
+    assert issubclass(hvd.CommError, exceptions.HorovodInternalError)
+    assert hvd.elastic.HostsUpdatedInterrupt is exceptions.HostsUpdatedInterrupt
+    state = Recorded()
+    assert failing(exceptions.HorovodInternalError("lost"))(state, 5) == 5
+    assert "restore" in state.calls
+
+
+def test_an_optimizer_of_an_ended_job_is_not_stepped_alone(monkeypatch):
+    hvd.init()
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    hvd.shutdown()
+    hvd.init()
+    optimizer.step()  # a job of one rank again
+    hvd.shutdown()
+    hvd.init()
+    launch = job._launch().__class__("torchrun", 0, 2, 0, 2, "localhost")
+    monkeypatch.setattr(job.carrier(), "launch", launch)
+    with pytest.raises(hvd.CommError, match="not connected to the ranks"):
+        optimizer.step()
+
+
+def test_the_module_has_horovods_names():
+    theirs = pytest.importorskip("horovod.torch.elastic")
+    assert set(theirs.__all__) <= set(hvd.elastic.__all__)

@@ -1,0 +1,183 @@
+"""States: commits are copies, all or nothing; what hosts tell; handlers of one's own. One rank."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import commsched as hvd
+from commsched.elastic import state as states
+
+
+@pytest.fixture(autouse=True)
+def job():
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(4, 2)).square().mean().backward()
+    optimizer.step()
+
+
+def trained(**values):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step(model, optimizer)
+    return model, optimizer, hvd.elastic.TorchState(model, optimizer, **values)
+
+
+def parts(model, optimizer):
+    return copy.deepcopy(
+        [*model.state_dict().values(), *(s["momentum_buffer"] for s in optimizer.state.values())]
+    )
+
+
+def same(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_restored_twice_from_one_commit():
+    """A loaded state dict shares its tensors with the optimizer, which updates them in place."""
+    model, optimizer, state = trained(step=3)
+    before = parts(model, optimizer)
+    for _ in range(2):
+        step(model, optimizer)
+        state.step += 1
+        state.restore()
+        assert same(parts(model, optimizer), before) and state.step == 3
+
+
+def test_a_commit_of_a_list_is_a_copy():
+    state = hvd.elastic.TorchState(losses=[1.0])
+    state.losses.append(2.0)
+    state.restore()
+    state.losses.append(3.0)
+    state.restore()
+    assert state.losses == [1.0]
+
+
+def test_sync_commits_the_present_values():
+    model, optimizer, state = trained(step=0)
+    step(model, optimizer)
+    state.step, before = 7, parts(model, optimizer)
+    state.sync()
+    step(model, optimizer)
+    state.step = 8
+    state.restore()
+    assert state.step == 7 and same(parts(model, optimizer), before)
+
+
+def test_a_commit_that_raises_saves_nothing(monkeypatch):
+    """Reading the optimizer may find that a rank is lost, when the model is saved already."""
+    model, optimizer, state = trained(step=0)
+    before = parts(model, optimizer)
+    step(model, optimizer)
+
+    def lost():
+        raise hvd.CommError("rank 1 died")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer, "state_dict", lost)
+        with pytest.raises(hvd.CommError):
+            state.commit()
+    state.restore()
+    assert same(parts(model, optimizer), before)
+
+
+def test_hosts_that_came_and_went():
+    state = hvd.elastic.TorchState(step=0)
+    state.check_host_updates()
+    for results, removed_only in (((1,), True), ((2,), False), ((1, 2), False)):
+        for result in results:
+            state.on_hosts_updated(state._last_updated_timestamp + 1, result)
+        with pytest.raises(hvd.elastic.HostsUpdatedInterrupt) as interrupt:
+            state.commit()
+        assert interrupt.value.skip_sync == removed_only
+    state.on_hosts_updated(state._last_updated_timestamp, 2)  # the same message once more
+    state.commit()
+    state.on_hosts_updated(state._last_updated_timestamp + 1, 2)
+    state.forget_host_updates()
+    state.commit()
+
+
+def test_another_object_in_the_place_of_a_model():
+    state = trained()[2]
+    state.model = other = torch.nn.Linear(3, 3)
+    weight = other.weight.detach().clone()
+    with torch.no_grad():
+        other.weight.zero_()
+    state.restore()
+    assert state.model is other and torch.equal(other.weight, weight)
+
+
+def test_handlers_of_ones_own():
+    class Counter:
+        count = 0
+
+    class Handler(states.StateHandler):
+        def save(self):
+            self.saved = self.value.count
+
+        def restore(self):
+            self.value.count = self.saved
+
+        def sync(self):
+            pass
+
+    before = states.get_handler_registry()
+    states.set_handler_registry([(Counter, Handler), *before])
+    try:
+        counter = Counter()
+        state = hvd.elastic.TorchState(counter=counter)
+        counter.count = 2
+        state.commit()
+        counter.count = 3
+        state.restore()
+        assert state.counter is counter and counter.count == 2
+    finally:
+        states.set_handler_registry(before)
+
+
+def test_schedulers_go_back_too():
+    model, optimizer, _ = trained()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = hvd.elastic.TorchState(model, optimizer, scheduler=scheduler)
+    scheduler.step()
+    state.restore()
+    assert scheduler.last_epoch == 0 and optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_samples_that_are_left(monkeypatch):
+    from commsched.elastic import sampler as module
+
+    sizes = {"rank": 0, "size": 4}
+    monkeypatch.setattr(module, "size", lambda: sizes["size"])
+    monkeypatch.setattr(module, "rank", lambda: sizes["rank"])
+    sampler = hvd.elastic.ElasticSampler(range(21), seed=5)
+    sampler.record_batch(0, 3)  # on each of four ranks
+    kept, parts = sampler.state_dict(), []
+    sizes["size"] = 2
+    for sizes["rank"] in range(2):
+        sampler.load_state_dict(kept)
+        parts.append(list(sampler))
+    assert [len(part) for part in parts] == [5, 5] == [len(sampler)] * 2
+    left = set(sampler.remaining_indices)
+    assert len(left) == 9 and set(parts[0] + parts[1]) == left
+    sampler.set_epoch(1)
+    assert len(sampler) == 11 and sampler.processed_num == 0
+
+
+def test_fewer_samples_than_ranks(monkeypatch):
+    from commsched.elastic import sampler as module
+
+    monkeypatch.setattr(module, "size", lambda: 4)
+    sampler = hvd.elastic.ElasticSampler(range(1), shuffle=False)
+    assert list(sampler) == [0]
+    sampler.record_batch(0, 1)
+    sampler.reset()
+    assert list(sampler) == [] and len(sampler) == 0
