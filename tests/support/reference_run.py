@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 import commsched as hvd
+from commsched.env import settings
 from scheduler.ir.profile import Layer, Profile
 from tests.support.cases import Me
 from tests.support.oracle import Oracle, assert_close, assert_same_bits, release, seeded, terms_of
@@ -62,6 +66,20 @@ def assert_same_steps(
         assert mine.keys() == theirs.keys(), f"{what}, step {step}: other gradients are None"
         for name in mine:
             assert torch.equal(mine[name], theirs[name]), f"{what}, step {step}: {name} differs"
+
+
+@contextmanager
+def comparing(every: int) -> Iterator[None]:
+    """Compare ranks so often within this context, where drift is an error. A compared step waits for flags."""
+    os.environ["COMMSCHED_COMPARE_EVERY"] = str(every)
+    settings.cache_clear()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "the ranks' parameters")
+            yield
+    finally:
+        del os.environ["COMMSCHED_COMPARE_EVERY"]
+        settings.cache_clear()
 
 
 class Twin:

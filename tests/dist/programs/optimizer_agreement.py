@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,27 +10,13 @@ import torch
 from torch import nn
 
 import commsched as hvd
-from commsched.env import settings
 from tests.support.cases import Me, case, main
 from tests.support.oracle import batch, release, seeded
+from tests.support.reference_run import comparing
 from tests.support.small_models import mlp
 from tests.support.uneven import GATHERS
 
 PLANNED: dict[str, Any] = {"schedule": "dear", "bucket_mb": 0.002}
-
-
-@contextmanager
-def comparing(every: int) -> Iterator[None]:
-    """Compare so often within this context, in which a warning is an error."""
-    os.environ["COMMSCHED_COMPARE_EVERY"] = str(every)
-    settings.cache_clear()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "the ranks' parameters")
-            yield
-    finally:
-        del os.environ["COMMSCHED_COMPARE_EVERY"]
-        settings.cache_clear()
 
 
 def groups_of(model: nn.Module, **last: Any) -> list[dict[str, Any]]:
