@@ -70,7 +70,7 @@ def assert_same_steps(
 
 @contextmanager
 def comparing(every: int) -> Iterator[None]:
-    """Compare ranks so often within this context, where drift is an error. A compared step waits for flags."""
+    """Compare so often the ranks of optimizers that are made within this context, where drift is an error."""
     os.environ["COMMSCHED_COMPARE_EVERY"] = str(every)
     settings.cache_clear()
     try:
