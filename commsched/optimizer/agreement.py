@@ -55,30 +55,26 @@ _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _OFF = "(COMMSCHED_COMPARE_EVERY=0 on all ranks ends these comparisons)"
 
 
-def rule_of(optimizer: Any, params: Iterable[nn.Parameter]) -> str:
-    """Return the optimizer's class and the number of these parameters in each group."""
-    every = settings().compare_every
-    if not every:
-        return "not compared (COMMSCHED_COMPARE_EVERY=0)"
-    sizes = ", ".join(str(len(held)) for held in _groups(optimizer, params).values())
-    return f"{optimizer._base.__qualname__} with groups of {sizes} parameters, compared every {every} rounds"
-
-
 class Agreement:
     """Compares the ranks of one optimizer: see [Note: when ranks are compared]."""
 
     def __init__(self, optimizer: Any, ranks: Ranks) -> None:
-        self._optimizer, self._ranks = optimizer, ranks
+        self._optimizer, self._ranks, self.every = optimizer, ranks, settings().compare_every
         self._drifted = False  # parameters differ, and the warning has been given
         self._bits: dict[int, int] = {}  # of the latest digest
 
+    def rule(self, params: Iterable[nn.Parameter]) -> str:
+        """Return the optimizer's class and the number of these parameters in each group."""
+        if not self.every:
+            return "not compared (COMMSCHED_COMPARE_EVERY=0)"
+        sizes = ", ".join(str(len(held)) for held in _groups(self._optimizer, params).values())
+        name = self._optimizer._base.__qualname__
+        return f"{name} with groups of {sizes} parameters, compared every {self.every} rounds"
+
     def digest(self, number: int, gradients: Sequence[Gradient]) -> int:
-        """Return this rank's entry in the flags of round ``number``: of 40 bits, 0 where none is due."""
-        every = settings().compare_every
-        if not every or number % every != 1 % every:
-            return 0
+        """Return this rank's entry in the flags of round ``number``: 40 bits, not 0."""
         # Other elements each time, so that a difference in few of them is found at last.
-        turn = None if number == 1 else number // every
+        turn = None if number == 1 else number // self.every
         self._bits = {} if self._drifted else bits_of(gradients, turn)
         told = repr((settings_of(self._optimizer, gradients), self._bits)).encode()
         return 1 + int.from_bytes(hashlib.blake2b(told, digest_size=5).digest(), "big")

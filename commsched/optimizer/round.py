@@ -246,7 +246,8 @@ class Round:
         self._counted = False  # the backward that runs is that of a weighted loss
         self.vote = 0  # this rank's votes for a new plan
         self.votes = 0  # those of all ranks in the last round but one: the same number on every rank
-        self.digest_of: Callable[[int, Sequence[Gradient]], int] = lambda number, gradients: 0
+        self.compare_every = 0  # ranks are compared in the first round, and then every so many; 0: never
+        self.digest_of: Callable[[int, Sequence[Gradient]], int]
         self.due = False  # the step of this round compares the ranks, by the digests of all of them
         self.digests: list[int] = []
 
@@ -469,10 +470,11 @@ class Round:
         for place in storages_held([alias for _, alias in slots], [1] * len(slots)):
             slots[place][0].free()
         self.flags.zero_()
-        # Before an update inside of this backward; those of earlier steps are complete.
-        digest = 0 if self.joined else self.digest_of(self.number, self.gradients)
-        self.flag[self.places.digests : self.places.size][self.ranks.own] = digest
-        self.due = digest != 0
+        every = 0 if self.joined else self.compare_every
+        self.due = every > 0 and self.number % every == 1 % every
+        if self.due:  # before an update inside of this backward; those of earlier steps are complete
+            digest = self.digest_of(self.number, self.gradients)
+            self.flag[self.places.digests : self.places.size][self.ranks.own] = digest
         self.backend.begin_step()
         self.state = State.FILLING
         self.mode.round_begun()

@@ -38,7 +38,7 @@ from commsched.collectives.job import local_rank
 from commsched.collectives.joins import register_joiner
 from commsched.env import settings
 from commsched.errors import CommError
-from commsched.optimizer.agreement import Agreement, rule_of
+from commsched.optimizer.agreement import Agreement
 from commsched.optimizer.buckets import Buffers
 from commsched.optimizer.gradient import Residuals
 from commsched.optimizer.hooks import Hooks, TiedWeights, owners
@@ -162,7 +162,7 @@ class Session:
         sharded = options.gather == "parameters"
         self._owners = owners_of(optimizer._base, params, backend) if sharded else None
         model, modules = Model.of(params, names, options.wire_dtype), owners(params, optimizer._model)
-        rule = rule_of(optimizer, params)
+        rule = self._agreement.rule(params)
         self.planner = self._parts.planner = Planner(model, backend, options, self._owners, rule)
         self.planner.send_by_rows(params, modules)
         self._adapts = self.planner.adapts
@@ -189,7 +189,7 @@ class Session:
         )
         self.round.apart = bool(self.planner.sparse)
         self.round.has_company = partial(_has_company, ranks)
-        self.round.digest_of = self._agreement.digest
+        self.round.compare_every, self.round.digest_of = self._agreement.every, self._agreement.digest
         self._parts.round = self.round
         self.mode = mode
         self.order = list(self.planner.model.layers)

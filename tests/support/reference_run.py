@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -79,6 +80,20 @@ def searching(seconds: float) -> Iterator[None]:
             yield
     finally:
         os.environ["COMMSCHED_WAIT_FOR_PLAN"] = before
+        settings.cache_clear()
+
+
+@contextmanager
+def comparing(every: int) -> Iterator[None]:
+    """Compare so often the ranks of optimizers that are made within this context, where drift is an error."""
+    os.environ["COMMSCHED_COMPARE_EVERY"] = str(every)
+    settings.cache_clear()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "the ranks' parameters")
+            yield
+    finally:
+        del os.environ["COMMSCHED_COMPARE_EVERY"]
         settings.cache_clear()
 
 

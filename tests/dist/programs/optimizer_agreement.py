@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,27 +10,13 @@ import torch
 from torch import nn
 
 import commsched as hvd
-from commsched.env import settings
 from tests.support.cases import Me, case, main
 from tests.support.oracle import batch, release, seeded
+from tests.support.reference_run import comparing
 from tests.support.small_models import mlp
 from tests.support.uneven import GATHERS
 
 PLANNED: dict[str, Any] = {"schedule": "dear", "bucket_mb": 0.002}
-
-
-@contextmanager
-def comparing(every: int) -> Iterator[None]:
-    """Compare so often within this context, in which a warning is an error."""
-    os.environ["COMMSCHED_COMPARE_EVERY"] = str(every)
-    settings.cache_clear()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "the ranks' parameters")
-            yield
-    finally:
-        del os.environ["COMMSCHED_COMPARE_EVERY"]
-        settings.cache_clear()
 
 
 def groups_of(model: nn.Module, **last: Any) -> list[dict[str, Any]]:
@@ -42,14 +25,18 @@ def groups_of(model: nn.Module, **last: Any) -> list[dict[str, Any]]:
     return [{"params": first.parameters()}, {"params": [p for m in rest for p in m.parameters()], **last}]
 
 
-def wrapped(inner: Any, model: nn.Module, **options: Any) -> Any:
-    return hvd.DistributedOptimizer(inner, model.named_parameters(), **(PLANNED | options))
+def wrapped(inner: Any, model: nn.Module, every: int = 1, **options: Any) -> Any:
+    """Wrap an optimizer of ranks that are compared so often."""
+    with comparing(every):
+        return hvd.DistributedOptimizer(inner, model.named_parameters(), **(PLANNED | options))
 
 
-def train(me: Me, model: nn.Module, optimizer: Any, steps: range) -> None:
+def train(me: Me, model: nn.Module, optimizer: Any, steps: range, strict: bool = True) -> None:
     for step in steps:
         model(batch(me.rank, step)).square().mean().backward()
-        optimizer.step()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error" if strict else "always", "the ranks' parameters")
+            optimizer.step()
         optimizer.zero_grad()
 
 
@@ -69,8 +56,7 @@ def other_settings_are_named(me: Me) -> None:
         model = seeded(mlp)
         groups = groups_of(model, weight_decay=0.25 if odd else 0.0)
         optimizer = wrapped(torch.optim.SGD(groups, lr=0.125 if odd else 0.1), model, gather=gather)
-        with comparing(every=100):
-            text = told(me, model, optimizer)
+        text = told(me, model, optimizer)
         others = "rank 0" if me.size == 2 else "ranks 0, 2"
         assert f"lr of group 0 (that of 0.weight) is 0.1 on {others} and 0.125 on rank 1" in text, text
         assert f"weight_decay of group 1 (that of 2.weight) is 0.0 on {others} and 0.25 on rank 1" in text, text
@@ -78,10 +64,9 @@ def other_settings_are_named(me: Me) -> None:
         for group in optimizer.param_groups:
             group.update(lr=0.1, weight_decay=0.0)
         optimizer.zero_grad()
-        with comparing(every=1):
-            train(me, model, optimizer, range(4, 8))  # nothing was updated: a script that sets them equal goes on
-            optimizer.param_groups[1]["lr"] = torch.tensor(0.5 + me.rank)
-            assert "lr of group 1" in told(me, model, optimizer)
+        train(me, model, optimizer, range(4, 8))  # nothing was updated: a script that sets them equal goes on
+        optimizer.param_groups[1]["lr"] = torch.tensor(0.5 + me.rank)
+        assert "lr of group 1" in told(me, model, optimizer)
         release(optimizer)
 
 
@@ -94,9 +79,8 @@ def another_class_or_other_groups_are_refused(me: Me) -> None:
         wrapped(others(model.parameters(), lr=0.1), model)
     with pytest.raises(hvd.CommError, match="(?s)groups of 2, 4 parameters.*groups of 6 parameters"):
         wrapped(torch.optim.SGD(model.parameters() if odd else groups_of(model), lr=0.1), model)
-    with comparing(every=0):
-        optimizer = wrapped(others(model.parameters(), lr=0.1 + me.rank), model)
-        train(me, model, optimizer, range(4))
+    optimizer = wrapped(others(model.parameters(), lr=0.1 + me.rank), model, every=0)
+    train(me, model, optimizer, range(4))
     release(optimizer)
 
 
@@ -121,8 +105,7 @@ def the_order_of_horovods_scripts(me: Me) -> None:
     optimizer = wrapped(inner, model)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    with comparing(every=1):
-        train(me, model, optimizer, range(4))
+    train(me, model, optimizer, range(4))
     release(optimizer)
 
 
@@ -176,10 +159,9 @@ def updates_inside_the_backward_are_compared_before_it(me: Me) -> None:
     model = seeded(mlp)
     adam = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), foreach=False)
     optimizer = wrapped(adam, model, gather="parameters", early_step=True)
-    with comparing(every=1):
-        train(me, model, optimizer, range(5))
-        optimizer.param_groups[0]["betas"] = (0.5, 0.9 + 0.05 * (me.rank == 1))
-        assert "betas of group 0" in told(me, model, optimizer)
+    train(me, model, optimizer, range(5))
+    optimizer.param_groups[0]["betas"] = (0.5, 0.9 + 0.05 * (me.rank == 1))
+    assert "betas of group 0" in told(me, model, optimizer)
     release(optimizer)
 
 
@@ -188,25 +170,23 @@ def ranks_that_have_joined_are_not_compared(me: Me) -> None:
     for gather in GATHERS:
         model = seeded(mlp)
         optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=0.1), model, gather=gather)
-        with comparing(every=1):
-            for step in range(3 + 3 * (me.rank != 1)):
-                train(me, model, optimizer, range(step, step + 1))
-                optimizer.param_groups[0]["lr"] *= 0.5
-            hvd.join()
-            train(me, model, optimizer, range(6, 9))
+        for step in range(3 + 3 * (me.rank != 1)):
+            train(me, model, optimizer, range(step, step + 1))
+            optimizer.param_groups[0]["lr"] *= 0.5
+        hvd.join()
+        train(me, model, optimizer, range(6, 9))
         release(optimizer)
 
 
 @case()
 def parameters_that_drift_apart_give_one_warning(me: Me) -> None:
     model = seeded(mlp)
-    optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    with comparing(every=2), warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=0.1), model, every=2)
+    with warnings.catch_warnings(record=True) as seen:
         train(me, model, optimizer, range(2))
         with torch.no_grad():
             model[2].bias[0] += 0.001 * (me.rank == 1)
-        train(me, model, optimizer, range(2, 12))
+        train(me, model, optimizer, range(2, 12), strict=False)
     texts = [str(one.message) for one in seen if "drifted" in str(one.message)]
     assert len(texts) == (me.rank == 0), texts
     for text in texts:
