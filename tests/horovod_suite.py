@@ -38,8 +38,9 @@ _ORDER = ("passed", "skipped", "failed")
 # Each rank leaves a report of its own; horovodrun tells it its number.
 _RANK = """
 import os, sys, pytest
-report, *arguments = sys.argv[1:]
-sys.exit(pytest.main([*arguments, f"--junitxml={report}.{os.environ.get('HOROVOD_RANK', 0)}"]))
+if __name__ == "__main__":  # horovodrun, which the elastic tests run in this process, spawns processes
+    report, *arguments = sys.argv[1:]
+    sys.exit(pytest.main([*arguments, f"--junitxml={report}.{os.environ.get('HOROVOD_RANK', 0)}"]))
 """
 
 
