@@ -23,8 +23,8 @@ joined nothing is compared: that rank does not know whether the others step.
 Nothing but the class is compared before the first round: Horovod's scripts broadcast parameters and state
 after they have wrapped the optimizer.
 
-Settings that differ, and parameters that do so in round 1, are errors. Parameters that differ later give one
-warning: ranks on processors of other kinds, or with other numbers of threads, may round otherwise.
+Settings that differ are errors. Parameters that differ give one warning: scripts without a broadcast ran
+before, and ranks on processors of other kinds, or with other numbers of threads, may round otherwise.
 """
 
 from __future__ import annotations
@@ -108,18 +108,18 @@ class Agreement:
             f"{len(unlike)} of {len(gradients)} parameters ({names}) have other values on"
             f" {ranks_text(others)} than on rank 0"
         )
-        if number == 1:
-            raise CommError(
-                f"rank {self._ranks.rank}: the ranks began to train from different parameters: {told}; call"
-                " commsched.broadcast_parameters(model.state_dict(), root_rank=0) before the first step, or"
-                f" seed all ranks alike {_OFF}"
-            )
         self._drifted = True
         if self._ranks.rank == 0:
+            why = (
+                "the ranks' parameters are different before the first step, so each rank trains a model of its"
+                " own: they were neither broadcast nor seeded alike"
+                if number == 1
+                else f"the ranks' parameters have drifted apart by round {number}, and were equal when training"
+                " began: ranks on unlike processors or with unlike numbers of threads may round differently;"
+                " else code changes parameters on some ranks only"
+            )
             warnings.warn(
-                f"the ranks' parameters have drifted apart by round {number}: {told}, and were equal when"
-                " training began. Ranks on unlike processors or with unlike numbers of threads may round"
-                " differently; else code changes parameters on some ranks only. To make them equal, call"
+                f"{why}; {told}. To make them equal, call"
                 " commsched.broadcast_parameters(model.state_dict(), root_rank=0) on all ranks. Parameters"
                 f" are not compared any more {_OFF}",
                 stacklevel=2,
