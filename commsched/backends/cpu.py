@@ -176,6 +176,12 @@ class EngineBackend(EngineBuckets, Backend):
         self.uneven_parts = name != "horovod"
         self.by_rows = isinstance(transport, comm_core.DirectTransport)
 
+    def step_ended(self) -> None:
+        pass
+
+    def updates_issued(self) -> None:
+        pass
+
     def now(self) -> float:
         return time.monotonic()
 

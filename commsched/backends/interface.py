@@ -176,9 +176,11 @@ class Backend(ABC):
     def is_gathered(self, bucket: int) -> bool:
         """Return whether ``wait_gathered`` would return at once."""
 
+    @abstractmethod
     def step_ended(self) -> None:
         """React to the end of the user's ``step()``; called in its thread."""
 
+    @abstractmethod
     def updates_issued(self) -> None:
         """React to the completion of parameters; called in the thread that needed them."""
 

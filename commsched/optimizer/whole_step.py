@@ -162,9 +162,11 @@ class StepMode(ABC):
     def installed(self, program: Program) -> None:
         """React to a new plan, which the backend has installed."""
 
+    @abstractmethod
     def before_round(self) -> None:
         """End the former round, or refuse a new one, because a backward begins."""
 
+    @abstractmethod
     def round_begun(self) -> None:
         """React to a new round; buckets may be marked from now on."""
 
@@ -176,9 +178,9 @@ class StepMode(ABC):
         """Whether a gradient that is being reduced can be read once it has arrived."""
         return True
 
+    @abstractmethod
     def holders(self, i: int) -> int:
         """Return how many tensors hold a parameter's memory when user code has no alias of it."""
-        return 1
 
     @abstractmethod
     def show(self, gradient: Gradient) -> None:
@@ -227,6 +229,7 @@ class StepMode(ABC):
     def finish_all(self) -> None:
         """Complete all pending work, so that another round can take over; gradients stay."""
 
+    @abstractmethod
     def cleared(self, set_to_none: bool) -> None:
         """React to the user's ``zero_grad()``."""
 
@@ -299,6 +302,18 @@ class StepMode(ABC):
 
 class WholeStep(StepMode):
     """Sums become ``p.grad``; updates wait for them, if need be until the next forward."""
+
+    def before_round(self) -> None:
+        pass
+
+    def round_begun(self) -> None:
+        pass
+
+    def holders(self, i: int) -> int:
+        return 1
+
+    def cleared(self, set_to_none: bool) -> None:
+        pass
 
     def weigh(self, factor: float) -> None:
         self.round.factor = factor
