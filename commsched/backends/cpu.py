@@ -107,6 +107,18 @@ class EngineBuckets:
                 engine.add_bucket(flags, name=f"flags of bucket {number - 1}" if number else "flags")
             engine.install(work.order)
 
+    def now(self) -> float:
+        return time.monotonic()
+
+    def seconds(self, mark: float) -> float:
+        return mark
+
+    def step_ended(self) -> None:
+        pass
+
+    def updates_issued(self) -> None:
+        pass
+
     # Called many times in a step: without the two calls of the context manager.
 
     def begin_step(self) -> None:
@@ -175,18 +187,6 @@ class EngineBackend(EngineBuckets, Backend):
         self.ranks, self.name = ranks, name
         self.uneven_parts = name != "horovod"
         self.by_rows = isinstance(transport, comm_core.DirectTransport)
-
-    def step_ended(self) -> None:
-        pass
-
-    def updates_issued(self) -> None:
-        pass
-
-    def now(self) -> float:
-        return time.monotonic()
-
-    def seconds(self, mark: float) -> float:
-        return mark
 
     def exchange_seconds(self, size: int) -> float:
         return self._seconds(self._transport, size)

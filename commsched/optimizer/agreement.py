@@ -111,12 +111,12 @@ class Agreement:
         self._drifted = True
         if self._ranks.rank == 0:
             why = (
-                "the ranks' parameters are different before the first step, so each rank trains a model of its"
-                " own: they were neither broadcast nor seeded alike"
+                "the ranks' parameters differ before the first step, so each rank trains a model of its own:"
+                " they were neither broadcast nor seeded alike"
                 if number == 1
-                else f"the ranks' parameters have drifted apart by round {number}, and were equal when training"
-                " began: ranks on unlike processors or with unlike numbers of threads may round differently;"
-                " else code changes parameters on some ranks only"
+                else f"the ranks' parameters have drifted apart by round {number}, and were equal when"
+                " training began: ranks on unlike processors or with unlike numbers of threads may round"
+                " differently; else code changes parameters on some ranks only"
             )
             warnings.warn(
                 f"{why}; {told}. To make them equal, call"
