@@ -183,6 +183,8 @@ def the_ranks_share_the_work_and_send_the_same_bytes(me: Me) -> None:
                     counts[-1] += counter.get_total_flops()
 
         optimizer._base = type("Muon", (optimizer._base,), {"step": counted})
+        if gather == "parameters":
+            optimizer._session.mode.shards._base = optimizer._base
         for step in range(6):
             counts.append(0)
             model(
