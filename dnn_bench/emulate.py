@@ -221,7 +221,8 @@ def emulated_table(outcome: dict[str, Any], network: str) -> Table:
 
 def emulated_ranks(size: int) -> Any:
     """A process set of so many ranks, this process being the first."""
-    return SimpleNamespace(ranks=None, size=lambda: size, rank=lambda: 0, included=lambda: True)
+    facts = {"process_set_id": None, "ranks": None}  # no launcher knows them
+    return SimpleNamespace(**facts, size=lambda: size, rank=lambda: 0, included=lambda: True)
 
 
 class OneProcess(Ranks):

@@ -33,13 +33,13 @@ class Run:
         self.params, self.optimizer = self._optimizer(base, options)
         layout = build_layout(NUMELS, [4] * 4, fuse_by_bytes([4 * n for n in NUMELS], 2000, part=2000), 2)
         self.grads = Buffers(layout, {0: (torch.float32, torch.device("cpu"))})
-        self.optimizer._base = base
         gradients = [Gradient(i, param, f"parameter {i}") for i, param in enumerate(self.params)]
         for gradient in gradients:
             gradient.place(self.grads)
         ranks = SimpleNamespace(rank=rank, size=2)
         self.shards = Shards(
             self.optimizer,
+            base,
             gradients,
             self.grads,
             ranks,
