@@ -105,12 +105,6 @@ class Settings:
         " steps; 0: never",
         most=2**53,
     )
-    nccl_register: str = _setting(
-        "COMMSCHED_NCCL_REGISTER",
-        "",
-        "1: allocate the optimizer's buckets in memory registered with NCCL; set it on all ranks alike",
-        ("", "0", "1"),
-    )
 
     @property
     def warning(self) -> float:

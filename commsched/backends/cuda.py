@@ -1,7 +1,6 @@
 """The backend for buckets in a GPU's memory: streams and NCCL move them, and the host does not wait.
 
 - ``Device``: streams and events. ``CudaDevice`` uses torch's; ``Device`` itself serves CPU tensors.
-- ``Memory``: the memory of buckets, torch's or registered with NCCL (COMMSCHED_NCCL_REGISTER=1).
 - ``StreamSchedule``: the operations of a step on the communication stream, in the plan's order.
 - ``StreamBackend``: the backend. The flags, which hold what every rank's host has done, stay on the host and
   a CPU backend sums them. So reading them never waits for the GPU, and the hosts notice a lost rank while
@@ -24,8 +23,8 @@ import logging
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,8 +37,7 @@ from comm_core import OPS, EngineError, write_into
 from comm_core.cuda import BucketCopy, Region
 from commsched.backends.cpu import closed_text, engine_backend, new_channel
 from commsched.backends.interface import Backend, StepWork, as_real
-from commsched.backends.nccl import Exchange, NcclExchange, PeerConnections, exchange_for
-from commsched.backends.ranks import Ranks, ranks_text
+from commsched.backends.nccl import Exchange, PeerConnections, exchange_for
 from commsched.collectives.job import ProcessSet
 from commsched.collectives.private_groups import data_connections
 from commsched.env import settings
@@ -54,9 +52,7 @@ Event = Any
 # Seconds. CUDA returns the time between two events in single precision, which is 0.2 ms after an hour.
 _LONGEST_SPAN = 5.0
 _LOOK_AGAIN = 1e-3
-# Seconds to wait for the GPU when registered memory is given back for good, and after an exception in the
-# script: other ranks may never join a collective.
-_PATIENCE_AT_THE_END = 5.0
+# Seconds to wait for the GPU after an exception in the script: other ranks may never join a collective.
 _PATIENCE_AFTER_AN_ERROR = 5.0
 _TIMED_EXCHANGES = 5
 _KEPT_OPERATIONS = 1 << 13
@@ -182,111 +178,6 @@ class CudaDevice(Device):
 
 def device_of(device: torch.device) -> Device:
     return CudaDevice(device) if device.type == "cuda" else Device(device)
-
-
-class Memory:
-    """torch's memory, which needs no registration."""
-
-    def room(self) -> AbstractContextManager[Any]:
-        """Return the context in which the next plan's buckets are allocated."""
-        return nullcontext()
-
-    def take_over(self) -> None:
-        """Free the former plan's buckets, after those of the next plan were allocated."""
-
-    def forget(self) -> None:
-        """Drop the registrations, which ended when the group was aborted."""
-
-    def close(self) -> None:
-        """Free registered memory."""
-
-
-def can_register(group: Any, device: torch.device) -> bool:
-    """Return whether torch, NCCL and the GPU can register memory with the ``ProcessGroupNCCL``."""
-    if not hasattr(torch.cuda, "MemPool"):
-        return False
-    try:
-        return group.mem_allocator is not None and bool(group.supports_tensor_alloc(device))
-    except (AttributeError, RuntimeError):  # torch is older, or was built for an older NCCL
-        return False
-
-
-class RegisteredMemory(Memory):
-    """Memory registered with ``group``, a ``ProcessGroupNCCL``.
-
-    NCCL uses registered memory in place: fewer blocks of the GPU carry a collective, and a switch may do the
-    sums. Every rank must use the same places of its registered memory in a collective. So each plan has a
-    pool of its own, which is filled in the order of the plan's layout and therefore alike on all ranks.
-    """
-
-    def __init__(self, group: Any, exchange: Exchange, device: Device, timeout: float) -> None:
-        self._group, self._device, self._timeout = group, device, timeout
-        self._next: Any = None  # the pool that is being filled
-        self._registered: Any = None
-        # NCCL connects with the first collective and registers only once it is connected.
-        with device.on(device.comm), torch.no_grad():
-            exchange.all_gather(torch.zeros(group.size(), dtype=torch.float32, device=device.device))
-
-    def room(self) -> AbstractContextManager[Any]:
-        if self._next is None:
-            self._next = self._new_pool()
-        return self._within(self._next)
-
-    def take_over(self) -> None:
-        if not self._give_back(self._timeout):
-            raise CommError(
-                f"rank {self._group.rank()}: the GPU did not end its communication in {self._timeout:g} s,"
-                " so that a new plan cannot start; is another rank gone? (COMMSCHED_TIMEOUT sets the time)"
-            )
-        if self._next is not None:
-            self._group.register_mem_pool(self._next)
-        self._registered, self._next = self._next, None
-
-    def forget(self) -> None:
-        self._registered = None
-
-    def close(self) -> None:
-        # Wait briefly: after an exception other ranks may never join. Closing the group deregisters too.
-        self._give_back(min(_PATIENCE_AT_THE_END, self._timeout))
-
-    def _give_back(self, patience: float) -> bool:
-        """Free the former pool, but wait first for the operations that use it."""
-        device = self._device
-        if self._registered is None:
-            return True
-        device.wait(device.comm, device.record(device.current()))  # which has read what has arrived
-        if not self._device.finished(patience):
-            return False
-        self._group.deregister_mem_pool(self._registered)
-        self._registered = None
-        return True
-
-    def _new_pool(self) -> Any:
-        return torch.cuda.MemPool(self._group.mem_allocator)
-
-    def _within(self, pool: Any) -> AbstractContextManager[Any]:
-        return torch.cuda.use_mem_pool(pool, self._device.device)
-
-
-def memory_for(ranks: Ranks, exchange: Exchange, device: Device, timeout: float) -> Memory:
-    asked = settings().nccl_register == "1"
-    if not isinstance(exchange, NcclExchange):
-        if asked:
-            _warn_unregistered(f"buckets do not travel over NCCL, but {exchange.name}")
-        return Memory()
-    ranks.agree("COMMSCHED_NCCL_REGISTER", str(int(asked)), "set it for all of them or for none")
-    if not asked:
-        return Memory()
-    able = ranks.all_values(can_register(exchange.group, device.device))
-    unable = [rank for rank, can in enumerate(able) if not can]
-    if unable:
-        _warn_unregistered(f"torch, NCCL or the GPU of {ranks_text(unable)} cannot register memory")
-        return Memory()
-    return RegisteredMemory(exchange.group, exchange, device, timeout)
-
-
-def _warn_unregistered(reason: str) -> None:
-    warnings.warn(f"COMMSCHED_NCCL_REGISTER=1 without effect: {reason}", stacklevel=2)
 
 
 @dataclass
@@ -641,7 +532,6 @@ class StreamBackend(Backend):
         host: Backend,
         device: Device,
         exchange: Exchange,
-        memory: Memory | None = None,
         peers: PeerConnections | None = None,
         timeout: float = 300.0,
     ) -> None:
@@ -649,7 +539,6 @@ class StreamBackend(Backend):
         self.ranks, self.device = host.ranks, device.device
         self.puts_off = not device.asynchronous
         self.name = f"{exchange.name}, flags over {host.name}"
-        self.memory = memory or Memory()
         self.schedule = StreamSchedule(device, exchange, self.ranks.rank, self.ranks.size)
         self._peers, self._timeout = peers, timeout
         self._failure: str | None = None  # the reason of the first failure, or that of the end
@@ -673,7 +562,6 @@ class StreamBackend(Backend):
         """End every wait; return the error of marks and waits from now on."""
         self._failure = self._failure or reason
         self.host.abort(reason)
-        self.memory.forget()
         self.exchange.abort(reason)
         return CommError(self._failure)
 
@@ -685,11 +573,6 @@ class StreamBackend(Backend):
             raise CommError(self._failure)
 
     # -- plans -----------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def room(self) -> Iterator[None]:
-        with super().room(), self.memory.room():
-            yield
 
     def install(self, work: StepWork) -> None:
         self._check()
@@ -705,14 +588,10 @@ class StreamBackend(Backend):
             buckets.append(StreamBucket(as_real(data), wire, gather, work.scaling.after))
         # Packing rounds to the wire's type; sums in it must come scaled before.
         scale = work.scaling.before * (1.0 if self.exchange.scales else work.scaling.after)
-        with super().room():
+        with self.room():
             packing = Packing(self.streams, work.buffers, buckets, scale)
         self._first_flags = len(buckets)
         order = [(op, bucket) for op, bucket in work.order if bucket < self._first_flags]
-        try:
-            self.memory.take_over()
-        except _FAILURES as error:
-            raise self._fail(str(error)) from error
         self._release_after_use()
         self._packing = packing
         self.schedule.install(order, buckets)
@@ -870,7 +749,6 @@ class StreamBackend(Backend):
         self._failure = self._failure or closed_text(rank)
         failure_monitor.unregister(self)
         self._attempt(self._release_after_use)
-        self._attempt(self.memory.close)
         if self._peers is not None:
             self._attempt(partial(self._peers.close, farewell))
         self._attempt(self.host.close)
@@ -896,10 +774,9 @@ def stream_backend(process_set: ProcessSet, transport: str | None, device: torch
         streams, channel = device_of(device), new_channel(process_set)
         exchange = exchange_for(host.ranks, device, channel)
         undo.callback(exchange.close)
-        memory = memory_for(host.ranks, exchange, streams, timeout)
         connections = data_connections(process_set, channel)
         peers = PeerConnections(host.ranks.rank, connections, host.engine.error)
-        backend = StreamBackend(host, streams, exchange, memory, peers, timeout)
+        backend = StreamBackend(host, streams, exchange, peers, timeout)
         failure_monitor.register(backend, process_set.ranks or (), peers.problem)
         undo.pop_all()
     return backend

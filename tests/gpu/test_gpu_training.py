@@ -255,61 +255,6 @@ print("masters kept")
 """
 
 
-REGISTERED = """
-import copy, torch, torch.nn as nn, commsched as hvd
-from commsched.backends.cuda import RegisteredMemory
-hvd.init()
-torch.cuda.set_device(0)
-torch.manual_seed(1)
-model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).cuda().bfloat16()
-plain = copy.deepcopy(model)
-masters = [nn.Parameter(p.detach().float()) for p in plain.parameters()]
-make = lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)
-# With master weights one rank has buckets too, and they travel over NCCL.
-optimizer = hvd.DistributedOptimizer(
-    make(model.parameters()), model.named_parameters(), gather="parameters", master_weights=True)
-reference = make(masters)
-memory = optimizer._session.backend.memory
-if not isinstance(memory, RegisteredMemory):
-    print("cannot register")
-    raise SystemExit
-pools = set()
-for step in range(12):
-    rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).cuda().bfloat16()
-    for each in (model, plain):
-        each(rows).float().square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    for p, master in zip(plain.parameters(), masters):
-        master.grad = p.grad.float()
-    reference.step()
-    for p, master in zip(plain.parameters(), masters):
-        p.data.copy_(master)
-        p.grad = None
-    pool = memory._registered
-    pools.add(pool.id)
-    places = [(s["address"], s["address"] + s["total_size"]) for s in pool.snapshot(include_traces=False)]
-    for bucket in optimizer._session.backend.schedule.buckets:
-        for tensor in (bucket.travels, bucket.gather):
-            assert tensor is None or any(a <= tensor.data_ptr() < b for a, b in places)
-assert len(pools) > 1, "there was no second plan"
-for p, q in zip(model.parameters(), plain.parameters()):
-    torch.testing.assert_close(p, q)
-optimizer.close()
-assert memory._registered is None
-hvd.shutdown()
-print("registered")
-"""
-
-
-def test_buckets_in_registered_memory() -> None:
-    environment = {"COMMSCHED_NCCL_REGISTER": "1"}
-    (result,) = run_ranks(REGISTERED, 1, launcher="alone", timeout=120, check=True, env=environment)
-    if "cannot register" in result.stdout:
-        pytest.skip("this GPU cannot register memory with NCCL")
-    assert "registered" in result.stdout
-
-
 def test_masters_and_clipping_over_nccl_wait_for_nothing() -> None:
     (result,) = run_ranks(MASTERS, 1, launcher="alone", timeout=120, check=True)
     assert "masters kept" in result.stdout

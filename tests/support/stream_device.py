@@ -167,28 +167,6 @@ class GroupOnPaper:
         self.living.remove(self)
 
 
-class RegisteringGroup:
-    """What registers memory with NCCL, on paper. Pools are whatever the test uses for them."""
-
-    def __init__(self, rank: int = 0, size: int = 1, check: Callable[[], None] = lambda: None) -> None:
-        self._rank, self._size, self._check = rank, size, check
-        self.registered: list[object] = []
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-    def register_mem_pool(self, pool: object) -> None:
-        assert pool not in self.registered, "registered twice"
-        self.registered.append(pool)
-
-    def deregister_mem_pool(self, pool: object) -> None:
-        self._check()
-        self.registered.remove(pool)
-
-
 def _exchange(op: str, tensors: list[torch.Tensor]) -> None:
     shards = [tensor.chunk(len(tensors)) for tensor in tensors]
     for owner in range(len(tensors)):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commsched as hvd
-from commsched.backends.cuda import Device, RegisteredMemory, StreamBackend, StreamBucket, StreamSchedule
+from commsched.backends.cuda import Device, StreamBackend, StreamBucket, StreamSchedule
 from commsched.backends.nccl import Exchange, exchange_for
 from commsched.backends.ranks import Ranks
 from commsched.collectives.private_groups import private_group
@@ -31,7 +31,7 @@ from tests.support.oracle import assert_close, release, seeded
 from tests.support.reference_run import MakeOptimizer, Twin, momentum, some_profile
 from tests.support.races import Races, WatchedDevice
 from tests.support.small_models import loss_of
-from tests.support.stream_device import GroupOnPaper, RegisteringGroup
+from tests.support.stream_device import GroupOnPaper
 
 
 class Mixed(nn.Module):
@@ -231,64 +231,6 @@ def measuring_on_the_way(me: Me) -> None:
     release(optimizer)
 
 
-class Pool(TorchDispatchMode):
-    """Notes which tensors are made in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor):
-            self.made.add(made.untyped_storage().data_ptr())
-        return made
-
-
-class MemoryOnPaper(RegisteredMemory):
-    def __init__(self, ranks: Ranks, exchange: Exchange, device: Device, timeout: float) -> None:
-        self.pools: list[Pool] = []
-        self.group = RegisteringGroup(ranks.rank, ranks.size)
-        super().__init__(self.group, exchange, Device(device.device), timeout)
-
-    def _new_pool(self) -> Pool:
-        self.pools.append(Pool())
-        return self.pools[-1]
-
-    def _within(self, pool: Pool) -> Pool:
-        return pool
-
-    def check(self, buckets: list[StreamBucket]) -> None:
-        """All that travels stands in the newest pool, which is the only one that is registered."""
-        assert self.group.registered == self.pools[-1:]
-        for bucket in buckets:
-            for tensor in (bucket.travels, bucket.data if bucket.gather is None else bucket.gather):
-                assert tensor.untyped_storage().data_ptr() in self.pools[-1].made
-
-
-@case(ranks=(2,))
-def buckets_stand_in_registered_memory_whatever_the_plan(me: Me) -> None:
-    for options in (
-        {"gather": "gradients"},
-        {"gather": "parameters"},
-        {"gather": "gradients", "compression": hvd.Compression.fp16},
-        {"gather": "parameters", "compression": hvd.Compression.bf16},
-    ):
-        with patch("commsched.backends.cuda.memory_for", MemoryOnPaper):
-            build = Mixed if "compression" in options else mixed64
-            twin = Twin(me, build, schedule="auto", planned=False, transport="stream", lag=0.0, **options)
-        backend = twin.optimizer._session.backend
-        memory: MemoryOnPaper = backend.memory
-        for step in range(8):
-            twin.step(loss(step))
-            memory.check(backend.schedule.buckets)
-            if "compression" not in options:
-                twin.compare(f"step {step}, {options}", exact=options["gather"] == "gradients")
-        assert len(memory.pools) > 1, "there was no second plan"
-        release(twin.optimizer)
-        assert memory.group.registered == []
-
-
 class Ending(Device):
     """Whether the communication has ended by the time of close() is up to the test."""
 
@@ -362,18 +304,6 @@ def connections_are_given_back_at_once(me: Me) -> None:
         assert made - left >= 5, f"{left} of {made} descriptors are left"  # exchange 3, peers 2; flags 3
     finally:
         gc.enable()
-
-
-@case(ranks=(2,))
-def registering_without_nccl_is_told(me: Me) -> None:
-    model = seeded(Mixed)
-    asked = replace(settings(), nccl_register="1")
-    with patch("commsched.backends.cuda.settings", lambda: asked), warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), transport="stream")
-    text = [str(warning.message) for warning in told]
-    assert any("NCCL_REGISTER=1 without effect" in line and "staged" in line for line in text), text
-    optimizer.close()
 
 
 @case(ranks=(2,))

@@ -321,13 +321,11 @@ def test_after_a_failure_marks_and_waits_give_its_reason_also_when_closed() -> N
         rank.backend.close(orderly=False)
 
 
-@pytest.mark.parametrize("method", ["finished", "wait", "close", "host", "memory"])
+@pytest.mark.parametrize("method", ["finished", "wait", "close", "host"])
 def test_close_never_raises_and_ends_everything_else(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = OneRank()
     backend = rank.backend
-    owner = {"close": backend.exchange, "host": backend.host, "memory": backend.memory}.get(
-        method, backend.streams
-    )
+    owner = {"close": backend.exchange, "host": backend.host}.get(method, backend.streams)
     name = method if method in ("finished", "wait") else "close"
 
     def broken(*_: object) -> None:
