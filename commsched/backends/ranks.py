@@ -137,7 +137,8 @@ class Ranks:
     def tell_joined(self, order: Any) -> None:
         """Publish what the ranks that have not joined are about to do; each of them must call. No wait.
 
-        All ranks have read the order before this one, which is deleted: they take part in what it announced.
+        The order before the last one is deleted: all ranks take part in what an order announces before the
+        second one after it is published.
         """
         number, self._orders = self._orders, self._orders + 1
         joined = self.joined
@@ -145,8 +146,8 @@ class Ranks:
             store = self._store()
             with _store_errors(self.rank):
                 store.set(str(number), dumps(order).numpy().tobytes())  # type: ignore[arg-type]
-                if number:
-                    store.delete_key(str(number - 1))
+                if number > 1:
+                    store.delete_key(str(number - 2))
 
     def next_order(self) -> Any:
         """Return the next order, None if it is not there yet; for a rank that has joined. No wait."""

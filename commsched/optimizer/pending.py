@@ -18,12 +18,14 @@ What cannot be intercepted is an alias of the memory made earlier (``p.detach()`
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 
 class Access(NamedTuple):
@@ -62,6 +64,7 @@ _HARMLESS = (
 _GRAD_SET = frozenset((_grad.__set__, _grad.__delete__))
 _GRAD = _GRAD_SET | {_grad.__get__}
 _MODULE_ZERO_GRAD = nn.Module.zero_grad.__code__
+_BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
 class PendingParameter(nn.Parameter):
@@ -93,6 +96,8 @@ class PendingParameter(nn.Parameter):
         if func == _grad.__get__ and id(args[0]) in _only_gradients:
             complete(args[0])  # a step on shards has left no gradient: that is an error
         left = [parameter for parameter in found if type(parameter) is not nn.Parameter]
+        if func in _BACKWARDS and all(parameter.requires_grad for parameter in left):
+            return _run_backward(func, args, kwargs)
         if any(id(parameter) in _accesses for parameter in left):  # gradients, which func does not touch
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -158,6 +163,32 @@ def complete(parameter: nn.Parameter) -> None:
 def complete_value(parameter: nn.Parameter) -> None:
     if id(parameter) not in _only_gradients:
         complete(parameter)
+
+
+def _run_backward(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a backward from or to parameters whose gradients are pending.
+
+    Hooks of user code run inside, and what they read must be intercepted: so nothing is turned off, and
+    places in the graph stand for the parameters, for which torch calls no ``__torch_function__``.
+    """
+    if func is torch.Tensor.backward:
+        func, kwargs["grad_tensors"] = torch.autograd.backward, kwargs.pop("gradient", None)
+    inputs = args[1] if len(args) > 1 else kwargs.pop("inputs", None)
+    zeros = kwargs.get("materialize_grads")
+    if zeros:  # which torch refuses for places in the graph
+        kwargs |= {"materialize_grads": False, "allow_unused": True}
+    found = func(_places(args[0]), inputs=None if inputs is None else _places(inputs), **kwargs)
+    if not zeros:
+        return found
+    made = partial(torch.zeros_like, requires_grad=kwargs["create_graph"])
+    return tuple(made(to) if grad is None else grad for to, grad in zip(inputs, found, strict=True))
+
+
+def _places(tensors: Any) -> list[Any]:
+    """Return tensors, with their places in the graph where they are pending parameters."""
+    with torch._C.DisableTorchFunctionSubclass():
+        several = tensors if isinstance(tensors, list | tuple) else [tensors]
+        return [get_gradient_edge(t) if isinstance(t, PendingParameter) else t for t in several]
 
 
 def _copied(parameter: nn.Parameter, copy: Callable[[], Any]) -> Any:

@@ -29,7 +29,9 @@
                               arrival            missing; as SENT   an update, IDLE          IDLE
     step(), synchronize()     put what is in     -                  update now, or when the  error
                               p.grad, SENT, on                      sum arrives; IDLE
-    a plan is installed       wait for updates   -                  -                        -
+    a plan is installed       wait for updates;  -                  -                        -
+                              or with the first
+                              gradient
     close()                   wait for updates   end the round      end the round            end the round
     dropped, or at exit       wait for updates   -                  wait for the sums        -
 
@@ -266,7 +268,9 @@ class Round:
         self._refused: list[nn.Parameter] = []  # those among them whose gradients cannot be read
         self._sums_apart: dict[nn.Parameter, Sum] = {}  # their sums, to which later gradients add
         self.has_company: Callable[[], bool] = lambda: False  # whether this rank has other optimizers
-        self._installed = self.closed = False
+        # A weak reference to what installs the plan that the next round begins with.
+        self.take_up: Callable[[], Callable[[], None] | None] | None = None
+        self._installed = self.closed = self._draining = False
         mode.round = self
 
     # -- plans -----------------------------------------------------------------------------------------------
@@ -381,6 +385,8 @@ class Round:
                 return
             if self.state is not State.FILLING:
                 self._begin()
+                if not isinstance(gradient.payload, Tied):
+                    return  # with the plan that this round has taken up
             # A second part, or an earlier gradient to which autograd adds both: the whole one is sent.
             if gradient.filled == self.number or raw_grad(gradient.param) is not None:
                 return
@@ -449,11 +455,15 @@ class Round:
 
     def _begin(self) -> None:
         """Begin a round: FILLING."""
+        passes = self._passes
         self.mode.before_round()
+        self._passes = passes  # a round without a step is added to, and later passes are reduced as well
         self.complete_all()
-        unawaited = [bucket for bucket in self._empty if not self.done[bucket]]
-        if unawaited:  # no parameter has waited for these
-            self.complete_buckets(unawaited)
+        if self.take_up is not None:
+            take_up, self.take_up = self.take_up(), None
+            if take_up is not None:
+                with torch.no_grad():
+                    take_up()
         layout = self.buffers.layout
         self.deferred, self._dirty = None, False
         self.votes = self.used[self.places.votes] if self.number and self.used else 0
@@ -752,8 +762,8 @@ class Round:
         self.end_of_backward(outermost=True)
 
     def complete_all(self) -> None:
-        """Wait for all pending gradients and parameters."""
-        if self.pending:
+        """Wait for all pending gradients and parameters, and for empty buckets, which the others need."""
+        if self.pending or not all([self.done[bucket] for bucket in self._empty]):
             self.complete_buckets(range(self.flags_bucket))
 
     def needed(self, params: Sequence[int]) -> None:
@@ -870,7 +880,7 @@ class Round:
         sparse = [i for i in apart if not self.sparse_as_dense or self.gradients[i].misfits()]
         if self.raised:
             return
-        if late and crowded:
+        if late and crowded and not self._draining:
             if not self.abandoned:
                 self.refuse_second("another DistributedOptimizer is open", "close the other one")
         elif late or sparse:
@@ -1199,6 +1209,7 @@ class Round:
     def drain(self) -> None:
         """Apply pending updates and show the last sums, before the end. Collective."""
         with self.lock:
+            self._draining = True  # all ranks come to the end of this optimizer, whatever others there are
             if self.state is State.FILLING:
                 self._leave_filling()
             if self.state is State.RAISED:

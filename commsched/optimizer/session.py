@@ -190,6 +190,7 @@ class Session:
         self.round.apart = bool(self.planner.sparse)
         self.round.has_company = partial(_has_company, ranks)
         self.round.compare_every, self.round.digest_of = self._agreement.every, self._agreement.digest
+        self._next: Plan | None = None  # which the next round takes into use
         self._parts.round = self.round
         self.mode = mode
         self.order = list(self.planner.model.layers)
@@ -237,7 +238,7 @@ class Session:
                 continue
             if not in_step and not session.round.can_be_replaced:
                 return
-            session._begin_anew()
+            session._begin_anew(for_itself=session is self)
 
     def _with_company(self) -> list[Session]:
         """Return the sessions whose plans may be made together with this one's, in their order."""
@@ -263,8 +264,8 @@ class Session:
             return False
         return self._outlived or not planned.issubset(map(id, optimizer._every_param()))
 
-    def _begin_anew(self) -> None:
-        """Make a new plan. Collective."""
+    def _begin_anew(self, for_itself: bool) -> None:
+        """Make a new plan. Collective. ``for_itself``: this optimizer is used, and not another one."""
         optimizer = self._optimizer
         self._frozen_steps, self._outlived = 0, False
         before = self.round
@@ -274,7 +275,12 @@ class Session:
         under_way = self.backend.ranks.all_values(before.has_gradients)
         if any(under_way) and not optimizer._skip:
             before.require_sent()
-        self.mode.finish_all()
+        try:
+            self.mode.finish_all()
+        except ValueError:  # of what cannot be reduced, on all ranks alike; the next use raises it
+            if for_itself:
+                raise
+            return
         self.planner.close()
         self.hooks.remove()
         before.close()
@@ -306,6 +312,26 @@ class Session:
         self.round.install(plan.program, Buffers(layout, kinds, self.backend.room))
         self.times.restart()
 
+    def _install_next(self, plan: Plan) -> None:
+        """Take a plan into use where the next round begins.
+
+        A new plan needs everything that the last one sent. At the end of a step that is on its way, and the
+        step would wait for it; when the next gradient comes, the forward has waited for it where it had to.
+        """
+        if self.mode.prepares_together:
+            self.round.settle()
+            self.install(plan)
+        else:
+            self._next, self.round.take_up = plan, weakref.WeakMethod(self._take_up)
+
+    def _take_up(self) -> None:
+        """Install the plan that waits for the next round, if there is one."""
+        plan, self._next = self._next, None
+        if plan is not None:
+            if self._timeline is not None:
+                self._record_operations(self.backend.events())  # while their buckets have names
+            self.install(plan)
+
     @property
     def synchronous(self) -> bool:
         """Whether the step must end with everything in place."""
@@ -324,6 +350,19 @@ class Session:
 
     def after_step(self) -> None:
         """Time the step that is about to return, and plan again where that is due."""
+        together = self.end_step()
+        if together is not None:
+            with self.round.lock:
+                self.round.wait_for_flags()  # all ranks must know alike which of them have joined
+            self.mode.tell_joined("plan")
+            together()
+
+    def end_step(self) -> Callable[[], None] | None:
+        """Time the step that is about to return; return what all ranks have to do together then, if anything.
+
+        Ranks that have joined may not begin with it before the others: these may still be busy with a step of
+        another optimizer, for which they need the ranks that have joined.
+        """
         self.round.mark("end")
         self.times.step()
         self.round.waited = self.times.last_wait()
@@ -336,12 +375,11 @@ class Session:
             self.refresh()
             self._outlived = False
         elif self._measuring is not None:
-            self._take_sample(self._measuring)
+            return self._take_sample(self._measuring)
         elif self.searches:
             if self._has_majority():
-                self._finish_plan()
-            else:
-                self.round.vote = self.backend.ranks.size if self.planner.is_ready else 0
+                return self._finish_plan
+            self.round.vote = self.backend.ranks.size if self.planner.is_ready else 0
         elif self._adapts and self.times.are_settled:  # before, votes for the plan may still arrive
             # Ranks that never wait do not notice another forward order, so a rank that does votes for all.
             # Another program may have had one rank's processor.
@@ -352,6 +390,7 @@ class Session:
                 self.times.patience *= 2
                 self._repeats -= 1
                 self._start_measuring()
+        return None
 
     def _has_majority(self) -> bool:
         return 2 * self.round.votes > self.backend.ranks.size
@@ -389,11 +428,13 @@ class Session:
         self._measuring, self._compute = Measuring(alone=True), None
         self.round.vote = 0
         self.round.settle()
+        self._take_up()
         self.hooks.forget_order()
         self.round.send_at_end = True
         self._watch_next()
 
-    def _take_sample(self, now: Measuring) -> None:
+    def _take_sample(self, now: Measuring) -> Callable[[], None] | None:
+        """Take the times of a step; return what all ranks do together after the first and the last one."""
         now.seen += 1
         watch = self.round.watch
         if now.seen > WARM_UP and watch is not None:
@@ -401,13 +442,23 @@ class Session:
             if sample is not None:
                 now.samples.append(sample)
         elif now.alone:
-            order = self.hooks.forward_order(len(self.order))
-            orders = self.backend.ranks.all_values(order if self.hooks.order else None)  # None: has joined
-            self.order = next((seen for seen in orders if seen), order)
+            return partial(self._agree_on_order, now)
         if now.seen < WARM_UP + SAMPLES:
-            self.round.send_at_end = now.alone
-            self._watch_next()
-            return
+            self._keep_measuring(now)
+            return None
+        return partial(self._end_measuring, now)
+
+    def _agree_on_order(self, now: Measuring) -> None:
+        order = self.hooks.forward_order(len(self.order))
+        orders = self.backend.ranks.all_values(order if self.hooks.order else None)  # None: has joined
+        self.order = next((seen for seen in orders if seen), order)
+        self._keep_measuring(now)
+
+    def _keep_measuring(self, now: Measuring) -> None:
+        self.round.send_at_end = now.alone
+        self._watch_next()
+
+    def _end_measuring(self, now: Measuring) -> None:
         self._measuring = self.round.watch = None
         if now.alone:
             self._plan_from_samples(now.samples)
@@ -445,8 +496,7 @@ class Session:
 
     def _finish_plan(self) -> None:
         self.searches, self.round.vote = False, 0
-        self.round.settle()
-        self.install(self.planner.finish())
+        self._install_next(self.planner.finish())
         if self._measure_next:
             self._measure_next, self._measuring = False, Measuring(alone=False)
             self._watch_next()
@@ -463,7 +513,6 @@ class Session:
 
     def _plan_again(self, samples: Sequence[Sample]) -> None:
         """Plan again from the times beside traffic, if they differ from those without."""
-        self.round.settle()
         rows, source = self._samples_of_all(samples, "measured in this run, beside the traffic")
         if not rows or self.profile is None:
             return
@@ -495,7 +544,7 @@ class Session:
         if not self.is_open:
             return None
         self._frozen_steps = 0  # a rank that has joined counts none of the steps that the others still take
-        joining = Joining(self.round, self.after_step, self._optimizer, self.close)
+        joining = Joining(self.round, self.end_step, self._optimizer, self.close)
         return joining if joining.begin() else None
 
     def close(self, wait: bool = True) -> None:
@@ -581,7 +630,8 @@ def _register() -> None:
 # | A's backward | | a round of gradients | the optimizer's connections |
 # | A knows J's flag, steps | | with ``gather="parameters"``: "clip", "step", "discard" | the job's store |
 # | J has read that | the update of its shards, then the next round of zeros | its shards | the connections |
-# | both plan again | times, votes, agreements | the same | ``PrivateObjects`` |
+# | a plan is due | | "plan" | the job's store |
+# | J has read that | times, votes, agreements | the same | ``PrivateObjects`` |
 # | A calls ``join()`` | | as J did | |
 # | the carrier's join ends | the keys of the optimizers it began with | the same | the carrier |
 # | all members listed it | | | (J and A see JOINED of all ranks in the flags of the last round) |
@@ -616,12 +666,16 @@ def check_can_join(now: Round) -> None:
 
 
 class Joining:
-    """The rounds of one optimizer after ``join()``; calls ``after_step`` after each step of the others."""
+    """The rounds of one optimizer after ``join()``; calls ``end_step`` after each step of the others."""
 
     def __init__(
-        self, now: Round, after_step: Callable[[], None], optimizer: Any, close: Callable[[bool], None]
+        self,
+        now: Round,
+        end_step: Callable[[], Callable[[], None] | None],
+        optimizer: Any,
+        close: Callable[[bool], None],
     ) -> None:
-        self._round, self._after_step = now, after_step
+        self._round, self._end_step = now, end_step
         self._optimizer, self._close = optimizer, close
         self._ranks = now.ranks
         self.key, self.ranks_of_job = self._ranks.key, list(self._ranks.process_set.ranks or ())
@@ -635,6 +689,7 @@ class Joining:
             None  # whether the step that this rank has followed was one; None: not yet
         )
         self._in_step = False  # the flags of the others' round are known, its end is not
+        self._together: Callable[[], None] | None = None  # what all ranks do after the step
         self._steps = 0  # of the others
 
     def begin(self) -> bool:
@@ -678,6 +733,12 @@ class Joining:
 
     def _go_on(self) -> None:
         now, ranks = self._round, self._ranks
+        if self._together is not None:
+            if ranks.next_order() is None:
+                return
+            together, self._together = self._together, None
+            together()
+            self._begin_round()
         if not self._in_step:
             if not now.backend.is_gathered(now.flags_bucket):
                 return
@@ -700,8 +761,9 @@ class Joining:
         now.settle()
         if stepped:
             self._steps += 1
-            self._after_step()
-        self._begin_round()
+            self._together = self._end_step()
+        if self._together is None:
+            self._begin_round()
 
     def give_up(self, reason: str) -> None:
         """End this rank's part and the optimizer, which can no longer be stepped; its next use says why."""

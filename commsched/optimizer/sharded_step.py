@@ -74,7 +74,7 @@ class ShardedStep(StepMode):
     """The step on shards. Between steps no rank holds a whole gradient, unless ``synchronize()`` made it."""
 
     shards: Shards
-    spreads_state = True
+    spreads_state = prepares_together = True
     steps_after_each_round = True
 
     def __init__(self, backend: Backend, optimizer: Any, masters: bool) -> None:

@@ -150,6 +150,7 @@ class StepMode(ABC):
     round: Round  # which sets it
     # Whether a rank that has joined takes a step after each round without being told that the others do.
     steps_after_each_round = True
+    prepares_together = False  # whether ``prepare()`` is collective
     gathered = False  # whether p.grad holds the sums although parameters are still to come
 
     def __init__(self, backend: Backend) -> None:

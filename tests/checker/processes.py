@@ -138,8 +138,10 @@ def _follow(started: Any, count: int, ranks: int) -> Iterator[Failure | None]:
         failures = [each for each in here if each["failure"]]
         if failures and (len(here) == ranks or ended or time.monotonic() > latest):
             first = Failure(**min(failures, key=lambda each: each["time"])["failure"])
-            # A listed error has ended one rank: the others must not wait for it for ever.
-            follows = any(each["listed"] for each in here) and "CommError" in first.sort
+            # A listed error has ended one rank: the others must not wait for it for ever. They get an error,
+            # or None where close() had to do without that rank.
+            lost = "CommError" in first.sort or " is None, plain has" in first.detail
+            follows = any(each["listed"] for each in here) and lost
             yield None if follows else first
             return  # a new launch goes on
         if len(here) == ranks:

@@ -512,15 +512,19 @@ def an_optimizer_whose_backward_failed_ends_with_join(me: Me) -> None:
     pair.optimizer.close(wait=False)
 
 
+def words(rank: int, step: int) -> torch.Tensor:
+    dice = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(0, 30, (2 + 3 * rank,), generator=dice)
+
+
+def descent(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
 @case(ranks=(2, 3))
 def sparse_gradients_while_ranks_have_joined(me: Me) -> None:
     """Two models at once: the joined rank must not wait for one while the others step the other."""
-
-    def words(rank: int, step: int) -> torch.Tensor:
-        dice = torch.Generator().manual_seed(100 * step + rank)
-        return torch.randint(0, 30, (2 + 3 * rank,), generator=dice)
-
-    pairs = [Pair(words64, lambda m: torch.optim.SGD(m.parameters(), 0.1)) for _ in range(2)]
+    pairs = [Pair(words64, descent) for _ in range(2)]
     batches = uneven(me)
     for step in range(max(batches)):
         everybody = [words(rank, step) for rank in range(me.size) if step < batches[rank]]
@@ -538,6 +542,27 @@ def sparse_gradients_while_ranks_have_joined(me: Me) -> None:
     hvd.join()
     for pair in pairs:
         pair.end("sparse")
+
+
+@case(ranks=(2, 3))
+def a_dense_and_a_sparse_model_are_measured_after_a_join(me: Me) -> None:
+    """The joined rank must not begin to plan for the dense model while the others still step the other one."""
+    sparse, dense = Pair(words64, descent, planned=False), Pair(planned=False)
+    batches = [2] + [7] * (me.size - 1)
+    for step in range(batches[me.rank]):
+        for pair, mine in ((dense, rows(me.rank, step)), (sparse, words(me.rank, step))):
+            pair.optimizer.weighted(mean_loss(pair.model, mine), len(mine)).backward()
+        time.sleep(0.05)  # the dense gradients arrive
+        for pair in (sparse, dense):
+            pair.optimizer.step()
+            pair.optimizer.zero_grad()
+    hvd.join()
+    for pair, draw in ((sparse, words), (dense, rows)):
+        for step in range(max(batches)):
+            pair.together([draw(rank, step) for rank in range(me.size) if step < batches[rank]])
+            pair.alone.step()
+            pair.steps += 1
+        pair.end("measured")
 
 
 @case(ranks=(2,))

@@ -170,6 +170,39 @@ def test_where_only_the_gradient_is_on_its_way_the_value_is_free() -> None:
         assert arrival.completed == 1 and arrival.parameter.grad is None
 
 
+@pytest.mark.parametrize(
+    "backward",
+    [
+        lambda loss, p: loss.backward(inputs=[p]),
+        lambda loss, p: torch.autograd.backward([loss], inputs=(p,)),
+        lambda loss, p: torch.autograd.grad(loss, p),
+    ],
+)
+def test_hooks_inside_a_backward_to_given_inputs_see_what_is_on_its_way(backward: Any) -> None:
+    """torch calls ``__torch_function__`` for these, and reads were let through until the backward's end."""
+    given, other, seen = Arrival(only_grad=True), Arrival(only_grad=True), []
+    middle = given.parameter * 3
+    middle.register_hook(lambda grad: seen.append(other.parameter.grad))
+    backward(middle.sum(), given.parameter)
+    assert other.completed == 1 and given.completed == 0 and torch.equal(seen[0], torch.full((3, 4), 2.0))
+    clear_pending(given.parameter)
+
+
+def test_gradients_of_pending_parameters_are_those_of_ordinary_ones() -> None:
+    p, q = Arrival(only_grad=True).parameter, Arrival(only_grad=True).parameter
+    found = torch.autograd.grad((p * 3).sum(), (p, q), materialize_grads=True)
+    assert torch.equal(found[0], torch.full((3, 4), 3.0)) and torch.equal(found[1], torch.zeros(3, 4))
+    assert torch.autograd.grad((p * 3).sum(), [p, q], allow_unused=True)[1] is None
+    with pytest.raises(RuntimeError, match="not have been used"):
+        torch.autograd.grad((p * 3).sum(), [p, q])
+    scalar = Arrival(only_grad=True)
+    scalar.parameter.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.autograd.grad((p * 3).sum(), scalar.parameter)
+    for one in (p, q, scalar.parameter):
+        clear_pending(one)
+
+
 @pytest.mark.parametrize("grad", [None, torch.ones(3, 4)])
 def test_a_gradient_is_replaced_without_waiting_for_the_one_that_was_to_come(
     grad: torch.Tensor | None,

@@ -300,6 +300,28 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
             ),
         ],
     ),
+    # A backward to given inputs turned off what lets its hooks see gradients that are on their way.
+    (
+        SHARDS | {"passes": 3},
+        [
+            *[BACKWARD] * 5,
+            ("add_hook", {"kind": "peek", "place": 7}),
+            ("backward_inputs", LOSS | {"places": [7]}),
+            ("read_log", {}),
+        ],
+    ),
+    # After three passes of three, the later ones before a step are reduced as well.
+    (
+        SHARDS | {"passes": 3},
+        [
+            *[BACKWARD] * 6,
+            ("add_hook", {"kind": "peek", "place": 7}),
+            ("backward_inputs", LOSS | {"places": [7]}),
+            ("read_log", {}),
+        ],
+    ),
+    # Nobody had read what close() could still reduce: a second gradient beside another optimizer.
+    ({"two": True}, [BACKWARD, USED_TWICE, ("wrap_again", {"gather": "gradients", "device": None})]),
     # Gradients that had been gathered were used up by a step in which a new plan was made.
     (SHARDS, [BACKWARD, ("synchronize", {}), ADD, STEP, BACKWARD]),
 ]
