@@ -661,9 +661,7 @@ class Round:
         """
         with self.lock:
             if self.state not in (State.FILLING, State.RAISED):
-                for gradient in self.travelling:  # on all ranks alike, before anything is sent
-                    if gradient.sum is not None and raw_grad(gradient.param) is gradient.sum.shown:
-                        self._check_sum(gradient, gradient.sum, gradient.sum.shown)
+                self._check_sums()  # before anything is sent
                 self._begin()
             for gradient in self.travelling:
                 if gradient.filled != self.number:
@@ -690,6 +688,11 @@ class Round:
                 self.complete(unguarded)
             self._refuse_others()
 
+    def _check_sums(self) -> None:
+        for gradient in self.travelling:
+            if gradient.sum is not None and raw_grad(gradient.param) is gradient.sum.shown:
+                self._check_sum(gradient, gradient.sum, gradient.sum.shown)
+
     def _refuse_others(self) -> None:
         """Let nobody take a gradient of this rank, of a parameter that no plan contains yet, for the mean.
 
@@ -703,8 +706,14 @@ class Round:
                 self._refused.append(param)
 
     def has_others(self) -> bool:
-        """Return whether this round's backward may have computed gradients that no plan contains yet."""
-        return self.state is State.SENT and any(param.requires_grad for param in self.others)
+        """Return whether this round's backward may have computed gradients that no plan contains yet.
+
+        Raises on the other ranks where the backward of one has raised: that one does not reduce them.
+        """
+        if self.state is not State.SENT or not any(param.requires_grad for param in self.others):
+            return False
+        self.wait_for_flags()
+        return True
 
     def _refuse_other(self, param: nn.Parameter) -> None:
         raise ValueError(
@@ -997,7 +1006,7 @@ class Round:
     @property
     def has_gradients(self) -> bool:
         """Whether gradients have come since the last step, and belong to the next one."""
-        return self.state is State.SENT or self._dirty
+        return self.state in (State.SENT, State.RAISED) or self._dirty
 
     @property
     def can_be_replaced(self) -> bool:
@@ -1122,6 +1131,15 @@ class Round:
             if there and gradient.number != apart_from:
                 return gradient.name
         return None
+
+    def check_can_end(self) -> None:
+        """Raise ``ValueError`` where user code must act before this rank can reduce its gradients."""
+        with self.lock:
+            self.leave_cleared()
+            if self.state is State.IDLE or self._dirty:
+                self._check_sums()
+                self.mode.check_can_begin()
+            self.mode.check_can_end()
 
     def require_sent(self) -> None:
         """Reduce what has not been reduced: without a backward, the gradients in ``p.grad``."""

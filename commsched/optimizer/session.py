@@ -52,7 +52,7 @@ from commsched.optimizer.measuring import (
     spread,
 )
 from commsched.optimizer.planner import Model, Options, Plan, Planner, owners_of, share_of_tables
-from commsched.optimizer.reports import StepReports, Timeline
+from commsched.optimizer.reports import StepReports, Timeline, few
 from commsched.optimizer.round import Round, State
 from commsched.optimizer.sharded_step import ShardedStep
 from commsched.optimizer.whole_step import StepMode, WholeStep
@@ -266,21 +266,28 @@ class Session:
 
     def _begin_anew(self, for_itself: bool) -> None:
         """Make a new plan. Collective. ``for_itself``: this optimizer is used, and not another one."""
-        optimizer = self._optimizer
-        self._frozen_steps, self._outlived = 0, False
-        before = self.round
-        before.leave_cleared()
+        optimizer, before = self._optimizer, self.round
         # A rank without data comes from its step(), the others from the forward or from theirs. Gradients of
         # parameters that are frozen now must be reduced with the others: the new plan does not contain them.
-        under_way = self.backend.ranks.all_values(before.has_gradients)
-        if any(under_way) and not optimizer._skip:
-            before.require_sent()
+        refusal = None
         try:
-            self.mode.finish_all()
-        except ValueError:  # of what cannot be reduced, on all ranks alike; the next use raises it
-            if for_itself:
-                raise
-            return
+            before.check_can_end()
+        except ValueError as error:
+            refusal = error
+        told = self.backend.ranks.all_values((before.has_gradients, refusal and str(refusal)))
+        under_way = any(has_gradients for has_gradients, _ in told)
+        refused = {rank: why for rank, (_, why) in enumerate(told) if why and under_way}
+        if refused and not for_itself:
+            return  # on all ranks alike; its next use raises
+        if refused:
+            raise refusal or ValueError(
+                f"rank {self.backend.ranks.rank}: other parameters need another plan, for which"
+                f" {few([f'rank {rank} cannot end its round: {why}' for rank, why in refused.items()])}"
+            )
+        if under_way and not optimizer._skip:
+            before.require_sent()
+        self._frozen_steps, self._outlived = 0, False
+        self.mode.finish_all()
         self.planner.close()
         self.hooks.remove()
         before.close()

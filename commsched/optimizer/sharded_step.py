@@ -148,25 +148,29 @@ class ShardedStep(StepMode):
 
     # -- a round ---------------------------------------------------------------------------------------------
 
-    def before_round(self) -> None:
-        now = self.round
-        if now.state is State.SENT:
-            # A second backward without a step adds to the first one's result.
-            if self._early is not None:
-                raise ValueError(
-                    "with early_step=True every backward is a step; call optimizer.step() after each backward"
-                )
-            self.gather_gradients()
-            for gradient in now.travelling:
-                if storage_holders(_alias(gradient)) > 1:
-                    gradient.move_out()
-            self.discard()
-        now.settle()
+    def check_can_begin(self) -> None:
+        if self.round.state is State.SENT and self._early is not None:
+            raise ValueError(
+                "with early_step=True every backward is a step; call optimizer.step() after each backward"
+            )
+        self.round.settle()  # the last update tells what is gone
         if self._gone:
             raise ValueError(
                 "with gather='parameters' step() leaves no gradients that a further backward could add to;"
                 " call optimizer.zero_grad() between step() and the next backward"
             )
+
+    def before_round(self) -> None:
+        now = self.round
+        self.check_can_begin()
+        if now.state is State.SENT:
+            # A second backward without a step adds to the first one's result.
+            self.gather_gradients()
+            for gradient in now.travelling:
+                if storage_holders(_alias(gradient)) > 1:
+                    gradient.move_out()
+            self.discard()
+            now.settle()
 
     def round_begun(self) -> None:
         self.shards.factor = None  # a discarded round may have left it
@@ -184,6 +188,20 @@ class ShardedStep(StepMode):
                 "with gather='parameters' no rank can add it to the sum", "gather='gradients'"
             )
         gradient = self.round.gradients[sparse[0]]
+        self._check_fits(gradient)
+        raise ValueError(
+            f"the gradient of {gradient.name} is sparse, and gather='parameters' reduces dense buckets; use"
+            " sparse_as_dense=True or gather='gradients'"
+        )
+
+    def check_can_end(self) -> None:
+        now = self.round
+        will_be_put = now.state is State.IDLE
+        for gradient in now.travelling:
+            if gradient.sparse is not None or (will_be_put and raw_grad(gradient.param) is not None):
+                self._check_fits(gradient)
+
+    def _check_fits(self, gradient: Gradient) -> None:
         if gradient.misfits():
             raise ValueError(
                 f"rank {self.ranks.rank}: {gradient.name} has another type or shape than when its shards"
@@ -191,10 +209,6 @@ class ShardedStep(StepMode):
                 " gather='parameters', call optimizer.close() before the model is converted, and wrap"
                 " the optimizer again"
             )
-        raise ValueError(
-            f"the gradient of {gradient.name} is sparse, and gather='parameters' reduces dense buckets; use"
-            " sparse_as_dense=True or gather='gradients'"
-        )
 
     def finish_round(self) -> None:
         for bucket in self._buckets:

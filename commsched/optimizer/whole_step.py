@@ -163,6 +163,12 @@ class StepMode(ABC):
     def installed(self, program: Program) -> None:
         """React to a new plan, which the backend has installed."""
 
+    def check_can_begin(self) -> None:
+        """Raise ``ValueError`` where user code must do something before another round."""
+
+    def check_can_end(self) -> None:
+        """Raise ``ValueError`` where this rank has a gradient that this mode cannot reduce."""
+
     @abstractmethod
     def before_round(self) -> None:
         """End the former round, or refuse a new one, because a backward begins."""

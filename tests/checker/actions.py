@@ -349,6 +349,9 @@ def idle_rank(w: World, salt: int, loss: Args, rank: int, then: str) -> Any:
 )
 def failing_backward(w: World, salt: int, loss: Args, bomb: int, clear: str | None) -> Any:
     """A backward raises on all ranks in the same layer; the script catches it and clears, or does not."""
+    if not all(p.requires_grad for p in w.params()):
+        # A rank's own branch may have no gradient before the bomb: nothing tells the others of that backward.
+        loss = {name: value for name, value in loss.items() if name != "branch"}
     try:
         w.backward(w.loss(loss, salt, bomb))
     except RuntimeError as error:

@@ -171,28 +171,27 @@ def early_steps_end_their_thread(me: Me) -> None:
     assert not left, left
 
 
+def fails(model: nn.Module, rank: int, step: int) -> None:
+    """Run a backward that raises after the gradients of the head."""
+
+    def spoil(_: torch.Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    hidden = model.branch[0](model.stem(samples(model, rank, step)))
+    hidden.register_hook(spoil)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model.head(hidden).square().mean().backward()
+
+
 @case(ranks=(2,))
 def a_backward_that_fails_leaves_nothing_behind(me: Me) -> None:
     """The end of the next backward once went unnoticed, and ``p.grad`` was None until ``step()``."""
-
-    def fails(model: nn.Module, step: int) -> None:
-        def spoil(_: torch.Tensor) -> None:
-            raise RuntimeError("on purpose")
-
-        hidden = model.branch[0](model.stem(samples(model, me.rank, step)))
-        hidden.register_hook(spoil)
-        try:
-            model.head(hidden).square().mean().backward()
-        except RuntimeError as error:
-            assert "on purpose" in str(error)
-        else:
-            raise AssertionError("the backward did not fail")
 
     for gather in ("gradients", "parameters"):
         twin = Twin(me, branches64, gather=gather)
         for step in range(6):
             if step % 2:
-                fails(twin.model, step)
+                fails(twin.model, me.rank, step)
                 twin.optimizer.zero_grad()
             twin.backward(using(step))
             if gather == "gradients":
@@ -200,6 +199,25 @@ def a_backward_that_fails_leaves_nothing_behind(me: Me) -> None:
             twin.update()
             twin.zero_grad()
             twin.compare(f"step {step}", exact=gather == "gradients")
+        release(twin.optimizer)
+
+
+@case(ranks=(2,))
+def a_new_plan_is_refused_on_all_ranks_where_one_has_failed(me: Me) -> None:
+    """One rank's backward raises, and parameters are added: the other one must not wait for it."""
+    for gather in ("gradients", "parameters"):
+        twin = Twin(me, branches64, gather=gather)
+        twin.backward(using(0))
+        twin.update()
+        twin.zero_grad()
+        if me.rank == 1:
+            fails(twin.model, 1, 1)
+        else:
+            using(1)(twin.model, 0).backward()
+        more = nn.Linear(2, 2).double()
+        with pytest.raises(ValueError, match="rank 1.*the last backward raised"):
+            twin.optimizer.add_param_group({"params": list(more.parameters())})
+            twin.optimizer.step()
         release(twin.optimizer)
 
 

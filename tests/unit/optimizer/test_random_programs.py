@@ -336,6 +336,22 @@ def test_what_random_programs_have_found(options: dict[str, Any], steps: Steps) 
     assert failure is None, failure
 
 
+IN_SPITE: list[tuple[dict[str, Any], Steps]] = [
+    ({}, [("failing_backward", LOSS | {"bomb": 0, "clear": None}), ADD]),
+    (SHARDS, [("to_dtype", {"to": "float32"}), BACKWARD]),
+]
+"""What makes the next use of an optimizer an error, and new plans due."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("options", "steps"), IN_SPITE)
+def test_another_optimizer_goes_on_beside_one_that_raises(options: dict[str, Any], steps: Steps) -> None:
+    all_steps = [*steps, ("other_model", {"kind": "parametrized", "steps": 2})]
+    numbered = tuple((action, salt, True, arguments) for salt, (action, arguments) in enumerate(all_steps))
+    failure = run_on_threads(Program(1, {**PLAINEST, **options}, numbered))
+    assert failure is None, failure
+
+
 def test_every_listed_error_has_a_program() -> None:
     assert {name for name, _, _ in ENDS_WITH} == {row.name for row in ROWS}
 
