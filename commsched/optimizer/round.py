@@ -500,16 +500,15 @@ class Round:
         taken = grad
         if grad.requires_grad:
             grad = grad.detach()  # of a backward with create_graph
-        i, early = gradient.number, True
+        i, early = gradient.number, not isinstance(gradient.payload, Tied)
         if grad.is_sparse or grad.dtype != gradient.view.dtype or grad.shape != gradient.view.shape:
             self._put_apart(gradient, grad)
-            early = not isinstance(gradient.payload, Tied)
         else:
             self.flag[i] = DENSE
-            if gradient.sum is not None and self.ranks.rank != 0:
+            if gradient.sum is not None and taken is gradient.sum.shown and self.ranks.rank != 0:
                 self._put_difference(gradient, gradient.sum, grad)
             else:
-                early = gradient.payload.put(grad, self.backend) or not isinstance(gradient.payload, Tied)
+                early = gradient.payload.put(grad, self.backend)
         gradient.sum = None
         gradient.take(taken)
         if gradient.pends:
@@ -536,9 +535,6 @@ class Round:
         """Put the difference: with op=Sum, rank 0 alone contributes an earlier round's uncleared sum."""
         assert gradient.view is not None
         gradient.payload.zeros = False
-        if grad is not before.shown:
-            gradient.view.copy_(grad)
-            return
         self._check_sum(gradient, before, grad)
         if before.base is not None:
             torch.sub(grad, before.base, out=gradient.view)

@@ -118,9 +118,7 @@ def clipped(lo: int, hi: int, size: int) -> Want:
 
 
 @dataclass(frozen=True)
-class Window:
-    """A sliding window (convolution, pooling) along one dimension."""
-
+class _Taps:
     kernel: int
     stride: int = 1
     dilation: int = 1
@@ -131,6 +129,10 @@ class Window:
     def span(self) -> int:
         """Pixels from the first to the last tap."""
         return self.dilation * (self.kernel - 1) + 1
+
+
+class Window(_Taps):
+    """A sliding window (convolution, pooling) along one dimension."""
 
     def outputs(self, size: int, ceil: bool = False) -> int:
         room = size + self.before + self.after - self.span
@@ -154,20 +156,11 @@ class Window:
 
 
 @dataclass(frozen=True)
-class TransposedWindow:
+class TransposedWindow(_Taps):
     """A transposed convolution along one dimension: input ``i`` writes outputs ``i*stride - before +
     dilation*j``."""
 
-    kernel: int
-    stride: int = 1
-    dilation: int = 1
-    before: int = 0
-    after: int = 0
     extra: int = 0
-
-    @property
-    def span(self) -> int:
-        return self.dilation * (self.kernel - 1) + 1
 
     def outputs(self, size: int) -> int:
         return (size - 1) * self.stride - self.before - self.after + self.span + self.extra
