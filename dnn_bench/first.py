@@ -1,7 +1,7 @@
-"""`python -m dnn_bench first`: a short comparison that ends in three sentences and a page with charts.
+"""`python -m dnn_bench first`: a short comparison that ends in four sentences and a page with charts.
 
 It trains a small model on two workers, on emulated hosts where that is possible, else over the loopback of
-this machine.
+this machine. The last sentence is about a run's first steps, in which commsched measures and plans.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dnn_bench.baselines import get
+from dnn_bench.baselines import Baseline, get
 from dnn_bench.cluster import Cluster, ClusterError
 from dnn_bench.command_line import check_least, one_line_errors, parser
 from dnn_bench.launch import Hosts, Place, ThisMachine
@@ -21,6 +22,7 @@ from dnn_bench.launch import Hosts, Place, ThisMachine
 WORKERS = 2
 PEERS = ("ddp", "ddp_4mb")  # the ordinary ways
 BASELINES = ("local", *PEERS, "auto")
+FIRST, OF_FIRST = 15, ("ddp", "auto")  # steps that are timed from the start, and of which baselines
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -41,6 +43,7 @@ def main(arguments: list[str]) -> int:
     from dnn_bench.report import page
     from dnn_bench.runner.compare import Effort, check_writable, compare
     from dnn_bench.runner.results import exit_status
+    from dnn_bench.runner.sets import RankFailed, asked
 
     options = parse(arguments)
     check_least(options, 1, "batch_size", "reps")
@@ -51,7 +54,12 @@ def main(arguments: list[str]) -> int:
     with place_of(options) as (place, network):
         print(f"Network: {network}.", flush=True)
         report = compare(job, place, [get(name) for name in BASELINES], effort)
-    report["answer"] = answer(report)
+        report["answer"] = answer(report)
+        try:
+            plain, ours = (asked(as_users_start(name), job, place, "block", 0, FIRST) for name in OF_FIRST)
+            report["answer"].append(first_steps(*(rows[0]["iterations"] for rows in (plain, ours))))
+        except RankFailed as error:
+            report["answer"].append(f"The first {FIRST} steps could not be measured: {error}")
     print("\n".join(report["answer"]))
     html.write_text(page.render([report]))
     print(f"The page with the picture: {html}")
@@ -73,6 +81,20 @@ def place_of(options: argparse.Namespace) -> Iterator[tuple[Place, str]]:
         return
     with closing(cluster):
         yield Hosts(cluster), f"an emulated link of {options.link} between {WORKERS} hosts on this machine"
+
+
+def as_users_start(name: str) -> Baseline:
+    """Return a baseline that does not wait for its plan, as others do so that the same step always has it."""
+    return replace(get(name), environment={"COMMSCHED_WAIT_FOR_PLAN": ""})
+
+
+def first_steps(plain: Sequence[float], ours: Sequence[float]) -> str:
+    usual, longest = statistics.median(plain), max(ours)
+    return (
+        f"Of its first {len(ours)} steps, in which it measures and plans, the longest takes"
+        f" {longest * 1e3:.0f} ms, {longest / usual:.2f} times DDP's median of {usual * 1e3:.0f} ms:"
+        f" {' '.join(f'{seconds * 1e3:.0f}' for seconds in ours)}."
+    )
 
 
 def answer(report: dict[str, Any]) -> list[str]:

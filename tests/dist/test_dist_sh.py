@@ -167,12 +167,13 @@ def test_a_first_answer_without_variables(script: Path) -> None:
     page = script.parent / "build" / "first.html"
     result = dist(script)
     assert result.returncode == 0, result.stdout + result.stderr
-    command, network, costs, ordinary, ours, *_, last = result.stdout.splitlines()
+    command, network, costs, ordinary, ours, *_, first, last = result.stdout.splitlines()
     assert command.endswith("-m dnn_bench first --html build/first.html")
     assert re.match(r"Network: (an emulated link of 1gbit|the loopback of this machine)", network)
     assert re.match(r"This network costs -?\d+% \(.*\) of a step: DDP takes \d+ ms", costs)
     assert re.match(r"The best ordinary way, DDP .*, takes \d+ ms", ordinary)
     assert re.match(r"commsched takes \d+ ms .* times as fast", ours)
+    assert re.match(r"Of its first 15 steps, .* \d\.\d\d times DDP's median of \d+ ms: (\d+ ?){15}\.", first)
     assert last == f"The page with the picture: {page}" and page.stat().st_size > 10_000
 
 

@@ -31,6 +31,13 @@ def test_three_sentences_with_ranges() -> None:
     ]
 
 
+def test_the_longest_of_the_first_steps() -> None:
+    assert first.first_steps([0.1, 0.5, 0.1], [0.1, 0.25, 0.1, 0.1]) == (
+        "Of its first 4 steps, in which it measures and plans, the longest takes 250 ms, 2.50 times DDP's"
+        " median of 100 ms: 100 250 100 100."
+    )
+
+
 @pytest.mark.parametrize(
     ("times", "end"),
     [

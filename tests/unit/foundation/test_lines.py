@@ -14,9 +14,9 @@ PACKAGES = ("commsched", "scheduler", "comm_core", "dnn_bench")
 # ranks that leave in order (25), and bounds of settings and of the metrics' server (85). By 132 for plans
 # that are searched beside the training; by 270 for ranks that differ (235), the rank that others wait for
 # (20) and ranks by host in plans (15); by 735 for elastic training: states and samplers (290), what ends an
-# epoch (170), epochs' ranks and stores (150), optimizers that outlive jobs (125); by 15
-# for ranks that refuse a new plan.
-BUDGET = 52_244
+# epoch (170), epochs' ranks and stores (150), optimizers that outlive jobs (125); by 33
+# for ranks that refuse a new plan (10) and the first steps in the first answer (23).
+BUDGET = 52_262
 
 
 def test_the_product_keeps_to_its_budget() -> None:
