@@ -1,6 +1,6 @@
 """`python -m dnn_bench first`: a short comparison that ends in four sentences and a page with charts.
 
-It trains a small model on two workers, on emulated hosts where that is possible, else over the loopback of
+It trains a model on two workers, on emulated hosts where that is possible, else over the loopback of
 this machine. The last sentence is about a run's first steps, in which commsched measures and plans.
 """
 
@@ -14,12 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dnn_bench import models
 from dnn_bench.baselines import Baseline, get
 from dnn_bench.cluster import Cluster, ClusterError
 from dnn_bench.command_line import check_least, one_line_errors, parser
 from dnn_bench.launch import Hosts, Place, ThisMachine
 
 WORKERS = 2
+MLP_BATCH = 512
 PEERS = ("ddp", "ddp_4mb")  # the ordinary ways
 BASELINES = ("local", *PEERS, "auto")
 FIRST, OF_FIRST = 15, ("ddp", "auto")  # steps that are timed from the start, and of which baselines
@@ -31,7 +33,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = command.add_argument
     add("--link", default="1gbit", help=text)
     add("--local", action="store_true", help="use the loopback, without emulated hosts")
-    add("--batch-size", type=int, default=512, help="samples per worker of the model mlp")
+    add("--model", default="mlp", help="model to train")
+    add("--batch-size", type=int, help=f"samples per worker (mlp: {MLP_BATCH}, others: the model's own)")
     add("--reps", type=int, default=5, help="repetitions of every baseline")
     add("--html", type=Path, default="commsched-first.html", metavar="FILE", help="the page to write")
     return command.parse_args(arguments)
@@ -46,11 +49,16 @@ def main(arguments: list[str]) -> int:
     from dnn_bench.runner.sets import RankFailed, asked
 
     options = parse(arguments)
+    if options.batch_size is None:
+        options.batch_size = MLP_BATCH if options.model == "mlp" else models.spec(options.model).batch
     check_least(options, 1, "batch_size", "reps")
     html = options.html.absolute()
     html.parent.mkdir(parents=True, exist_ok=True)
     check_writable(html)
-    job, effort = Job("mlp", options.batch_size), Effort(options.reps, iterations=2, trace="best")
+    job, effort = (
+        Job(models.spelt(options.model), options.batch_size),
+        Effort(options.reps, iterations=2, trace="best"),
+    )
     with place_of(options) as (place, network):
         print(f"Network: {network}.", flush=True)
         report = compare(job, place, [get(name) for name in BASELINES], effort)

@@ -2,14 +2,23 @@
 
 While some of the ranks have called ``join()``, agreements go over connections of their own: see
 ``PrivateObjects``. A rank that has joined may have several optimizers and does not know which of them the
-others step next. So it never waits for an agreement that they may reach late: they publish each one that it
-has to take part in (``tell_joined``), and it looks for that from time to time (``next_order``).
+others step next. So it never waits for what they may reach late: they publish each order that it has to
+follow (``tell_joined``), and it looks for that from time to time (``next_order``).
+
+Ranks agree on plans at the end of a step whose gradients may still be on their way, and with them the flags
+which say who has joined. So they do not wait for those: each puts into the job's store that it has come, and
+whether it has joined (``arrive``).
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from threading import Thread
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +38,11 @@ from commsched.collectives.operations import (
     synchronize,
 )
 from commsched.collectives.private_groups import PrivateObjects
+from commsched.env import settings
 from commsched.errors import CommError
+
+_log = logging.getLogger("commsched")
+_PAUSE, _LONGEST_PAUSE = 5e-4, 0.02  # seconds between two questions to the store
 
 
 class Members(Protocol):
@@ -57,7 +70,8 @@ class Ranks:
         self.process_set, self.number = process_set, number
         self.joined: Sequence[int] = ()
         self._private: PrivateObjects | None = None
-        self._orders = 0
+        self._orders = self._meetings = 0
+        self._some_joined = False  # of the ranks that agree now
         self.rank, self.size = int(process_set.rank()), int(process_set.size())  # type: ignore[arg-type]
         self.own = slice(self.rank, self.rank + 1)  # the ranks for which this process answers
         # Root ranks are global ones, as in Horovod.
@@ -75,13 +89,13 @@ class Ranks:
 
     def share(self, value: Any) -> Any:
         """Return rank 0's value, on every rank."""
-        if self.joined:
+        if self.joined or self._some_joined:
             return self.all_values(value if self.rank == 0 else None)[0]
         return broadcast_object(value, self._root, "commsched.agreement", self.process_set)
 
     def all_values(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order."""
-        if not self.joined:
+        if not (self.joined or self._some_joined):
             return allgather_object(value, "commsched.agreement", process_set=self.process_set)
         if self._private is None:
             self._private = PrivateObjects(self.process_set, self.number)
@@ -132,6 +146,40 @@ class Ranks:
         )
         return synchronize(handle).coalesce()
 
+    # -- agreements that wait for nothing else ---------------------------------------------------------------
+
+    def arrive(self, has_joined: bool, seconds: float = math.inf) -> Future[bool]:
+        """Come to the next agreement. Once all ranks have, the result tells whether some of them have joined.
+
+        No wait: a thread asks the store, because torch waits without end for one whose process is stopped.
+        Ranks that have not come within so many ``seconds`` are an error.
+        """
+        number, self._meetings = self._meetings, self._meetings + 1
+        arguments = self._store("meetings"), number, self.rank, self.size, has_joined, seconds
+        all_here: Future[bool] = Future()
+
+        def run() -> None:
+            try:
+                some_joined = _met(all_here, *arguments)
+            except BaseException as error:
+                with suppress(InvalidStateError):  # nobody waits any more
+                    all_here.set_exception(error)
+            else:
+                with suppress(InvalidStateError):
+                    all_here.set_result(some_joined)
+
+        Thread(target=run, name="commsched-store", daemon=True).start()
+        return all_here
+
+    @contextmanager
+    def together(self, some_joined: bool) -> Iterator[None]:
+        """Agree with all ranks, also with those that have joined. All of them have come."""
+        self._some_joined = some_joined
+        try:
+            yield
+        finally:
+            self._some_joined = False
+
     # -- orders to ranks that have joined --------------------------------------------------------------------
 
     def tell_joined(self, order: Any) -> None:
@@ -143,7 +191,7 @@ class Ranks:
         number, self._orders = self._orders, self._orders + 1
         joined = self.joined
         if self.rank == next(rank for rank in range(self.size) if rank not in joined):
-            store = self._store()
+            store = self._store("orders")
             with _store_errors(self.rank):
                 store.set(str(number), dumps(order).numpy().tobytes())  # type: ignore[arg-type]
                 if number > 1:
@@ -152,22 +200,49 @@ class Ranks:
     def next_order(self) -> Any:
         """Return the next order, None if it is not there yet; for a rank that has joined. No wait."""
         with _store_errors(self.rank):
-            store, key = self._store(), str(self._orders)
+            store, key = self._store("orders"), str(self._orders)
             if not store.check([key]):
                 return None
             data = store.get(key)
         self._orders += 1
         return loads(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
-    def _store(self) -> Store:
+    def _store(self, kind: str) -> Store:
         set_id, number = self.key
-        return PrefixStore(f"orders/{set_id}/{number}", carrier().meeting.store)
+        return PrefixStore(f"{kind}/{set_id}/{number}", carrier().meeting.store)
+
+
+def _met(
+    asked: Future[bool], store: Store, number: int, rank: int, size: int, has_joined: bool, seconds: float
+) -> bool:
+    keys, begin, pause = [f"{number}/{other}" for other in range(size)], time.monotonic(), _PAUSE
+    with _store_errors(rank):
+        store.set(keys[rank], "joined" if has_joined else "here")
+        warn_at = min(settings().warning, seconds) if seconds < math.inf else seconds
+        while not store.check(keys):
+            if asked.cancelled():
+                return False
+            waited = time.monotonic() - begin
+            if waited > warn_at:
+                missing = ranks_text([other for other, key in enumerate(keys) if not store.check([key])])
+                told = f"{missing} to agree on a plan, at the end of a step that all ranks take"
+                limit = f"{seconds:g} s (COMMSCHED_TIMEOUT)"
+                if waited > seconds:
+                    raise CommError(f"rank {rank} has waited {limit} for {told}")
+                _log.warning("rank %d has waited %.3g s for %s; it waits %s", rank, waited, told, limit)
+                warn_at = seconds
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        store.delete_key(f"{number - 1}/{rank}")  # all have read it, since they have come to this one
+        return b"joined" in store.multi_get(keys)
 
 
 @contextmanager
 def _store_errors(rank: int) -> Iterator[None]:
     try:
         yield
+    except CommError:
+        raise
     except RuntimeError as error:
         raise CommError(
             f"rank {rank}: the job's store does not answer, because rank 0's process has ended or its host is"

@@ -20,9 +20,11 @@ import gc
 import itertools
 import os
 import sys
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -56,6 +58,7 @@ from commsched.optimizer.reports import StepReports, Timeline, few
 from commsched.optimizer.round import Round, State
 from commsched.optimizer.sharded_step import ShardedStep
 from commsched.optimizer.whole_step import StepMode, WholeStep
+from commsched.process import failure_monitor
 from scheduler.ir.profile import Profile
 
 WARM_UP = 1
@@ -64,6 +67,8 @@ REPEATS = 2  # how often disturbed measurements are made again
 ALONE = 0.3  # compute so much slower alone than beside traffic was disturbed; less is left to the second plan
 SAME = 0.02  # compute beside traffic counts as equally fast up to this relative difference
 STAY = 10  # steps that a frozen parameter stays in the plan
+_LOOK = 0.002  # seconds between two looks at what else has happened while the other ranks are awaited
+_GRACE = 5.0  # seconds that the store has to name those that have not come
 
 
 @dataclass
@@ -359,10 +364,32 @@ class Session:
         """Time the step that is about to return, and plan again where that is due."""
         together = self.end_step()
         if together is not None:
-            with self.round.lock:
-                self.round.wait_for_flags()  # all ranks must know alike which of them have joined
-            self.mode.tell_joined("plan")
-            together()
+            with self.backend.ranks.together(self._meet()):
+                together()
+
+    def _meet(self) -> bool:
+        """Wait for the other ranks at the end of this step, and not for the gradients on their way.
+
+        Return whether some have joined.
+        """
+        now, backend, timeout = self.round, self.backend, settings().timeout
+        ranks = backend.ranks
+        members = [ranks.global_rank(rank) for rank in range(ranks.size)]
+        all_here, begin = ranks.arrive(False, timeout), time.monotonic()
+        try:
+            while not wait([all_here], _LOOK).done:
+                failure = backend.failure() or failure_monitor.lost(members)
+                if not failure and time.monotonic() - begin > timeout + _GRACE:
+                    failure = f"rank {ranks.rank}: the job's store, in rank 0's process, does not answer"
+                if failure:
+                    raise CommError(failure)
+                # Who has read this round's flags may wait until all have: see [Note: gradients apart].
+                if backend.is_gathered(now.flags_bucket):
+                    with now.lock:
+                        now.wait_for_flags()
+        finally:
+            all_here.cancel()
+        return all_here.result()
 
     def end_step(self) -> Callable[[], None] | None:
         """Time the step that is about to return; return what all ranks have to do together then, if anything.
@@ -637,8 +664,8 @@ def _register() -> None:
 # | A's backward | | a round of gradients | the optimizer's connections |
 # | A knows J's flag, steps | | with ``gather="parameters"``: "clip", "step", "discard" | the job's store |
 # | J has read that | the update of its shards, then the next round of zeros | its shards | the connections |
-# | a plan is due | | "plan" | the job's store |
-# | J has read that | times, votes, agreements | the same | ``PrivateObjects`` |
+# | a plan is due | "joined", when it has followed that step | "here" | the job's store |
+# | both have read that | times, votes, agreements | the same | ``PrivateObjects`` |
 # | A calls ``join()`` | | as J did | |
 # | the carrier's join ends | the keys of the optimizers it began with | the same | the carrier |
 # | all members listed it | | | (J and A see JOINED of all ranks in the flags of the last round) |
@@ -697,6 +724,7 @@ class Joining:
         )
         self._in_step = False  # the flags of the others' round are known, its end is not
         self._together: Callable[[], None] | None = None  # what all ranks do after the step
+        self._all_here: Future[bool] | None = None  # when they have come to do so
         self._steps = 0  # of the others
 
     def begin(self) -> bool:
@@ -741,10 +769,12 @@ class Joining:
     def _go_on(self) -> None:
         now, ranks = self._round, self._ranks
         if self._together is not None:
-            if ranks.next_order() is None:
+            assert self._all_here is not None
+            if not self._all_here.done():
                 return
             together, self._together = self._together, None
-            together()
+            with ranks.together(self._all_here.result()):
+                together()
             self._begin_round()
         if not self._in_step:
             if not now.backend.is_gathered(now.flags_bucket):
@@ -771,6 +801,8 @@ class Joining:
             self._together = self._end_step()
         if self._together is None:
             self._begin_round()
+        else:
+            self._all_here = ranks.arrive(True)
 
     def give_up(self, reason: str) -> None:
         """End this rank's part and the optimizer, which can no longer be stepped; its next use says why."""

@@ -83,6 +83,7 @@ _MODELS: dict[str, ModelSpec] = {
     "bert_tiny": _text("bert", "masked_lm", 16, seq_len=64, vocab=7680, **TINY),
     "gpt2": _text("gpt2", "causal_lm", 4, seq_len=128, vocab=50257),
     "gpt2_tiny": _text("gpt2", "causal_lm", 16, seq_len=64, vocab=8192, **TINY),
+    "gpt2_deep_tiny": _text("gpt2", "causal_lm", 8, seq_len=32, vocab=1024, dim=64, depth=50, heads=4),
     "dlrm_tiny": _clicks(batch=256, fields=26, vocab=400_000),
 }
 # Each language model with a classification head for sentence pairs (two classes, as in MRPC and QQP).

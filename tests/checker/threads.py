@@ -6,11 +6,13 @@ and what plain PyTorch offers.
 
 from __future__ import annotations
 
+import math
 import pickle
 import random
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +104,11 @@ class ThreadRanks(Ranks):
             rank=lambda: rank, size=lambda: size, included=lambda: True, ranks=None, process_set_id=0
         )
         super().__init__(process_set)
+
+    def arrive(self, has_joined: bool, seconds: float = math.inf) -> Future[bool]:
+        all_here: Future[bool] = Future()
+        all_here.set_result(False)
+        return all_here
 
     def share(self, value: Any) -> Any:
         return self.all_values(value)[0]

@@ -57,6 +57,7 @@ def run_until_others_end(what: str, ranks: int) -> list[End]:
         ("killed in the forward while deferred", 2),
         ("parameters gathered", 2),
         ("killed before the first step", 2),
+        ("killed before it agrees on a plan", 2),
         pytest.param("killed in the backward", 2, marks=pytest.mark.slow),
         pytest.param("killed in the backward", 3, marks=pytest.mark.slow),
         pytest.param("killed in the backward while deferred", 4, marks=pytest.mark.slow),
@@ -70,7 +71,7 @@ def test_a_killed_rank_ends_all_others(what: str, ranks: int) -> None:
     for rank in set(range(ranks)) - {1}:
         assert ends[rank].code == 3 and ends[rank].message, f"rank {rank}\n{ends[rank].stderr}"
         assert "rank 1" in ends[rank].message, ends[rank].message
-        if what != "killed before the first step":
+        if not what.startswith("killed before"):
             assert "bucket" in ends[rank].message, ends[rank].message
             saved = "model" if what == "parameters gathered" else "model and optimizer"
             assert ends[rank].saved == saved, ends[rank]
@@ -101,6 +102,12 @@ def test_a_rank_that_does_not_come_is_an_error_in_time(what: str) -> None:
     for rank in (0, 2):
         assert re.search(r"bucket \d+|flags", ends[rank].message), ends[rank].message
         assert "rank 1" in ends[rank].message, ends[rank].message
+
+
+def test_a_rank_that_does_not_agree_on_a_plan_is_named() -> None:
+    for rank, end in enumerate(run_until_others_end("never agrees on a plan", 3)):
+        expected = f"rank {rank} has waited 20 s (COMMSCHED_TIMEOUT) for rank 1 to agree on a plan"
+        assert rank == 1 or expected in end.message, end.message
 
 
 def test_a_rank_that_evaluates_is_waited_for_and_named() -> None:

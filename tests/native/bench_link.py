@@ -1,6 +1,7 @@
 """Time and processor time of reduce-scatter and all-gather between emulated hosts.
 
 python tests/native/bench_link.py --hosts 2 --link 1gbit --transports tcp,tcp-ring
+python tests/native/bench_link.py --hosts 1 --per-host 4 --link unlimited --transports tcp,tiers
 
 Each line: milliseconds for RS and for AG of --megabytes (the median of --repeats), processor milliseconds
 that one rank's process spent on one RS + AG, and milliseconds for RS of 4 KB. Results are checked before

@@ -24,6 +24,7 @@ def parser(description: str | None, link: str, transports: str, megabytes: float
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--hosts", type=int, default=2)
+    made.add_argument("--per-host", type=int, default=1, metavar="N", help="ranks on each host")
     made.add_argument("--link", default=link)
     made.add_argument("--congestion", default="reno", help="congestion control of the hosts' TCP")
     made.add_argument("--transports", default=transports)
@@ -42,7 +43,12 @@ def run(arguments: argparse.Namespace, measure: Measure) -> int:
     from dnn_bench.cluster import Cluster
 
     with Cluster(arguments.hosts, arguments.link, congestion=arguments.congestion, ssh=False) as cluster:
-        ranks = cluster.launch([sys.executable, *sys.argv], {"OMP_NUM_THREADS": "1"})
+        ranks = [
+            cluster.run(
+                rank // arguments.per_host, [sys.executable, *sys.argv], own | {"OMP_NUM_THREADS": "1"}
+            )
+            for rank, own in enumerate(cluster.rank_variables(arguments.per_host))
+        ]
         return max(process.wait(timeout=300) for process in ranks)
 
 
@@ -51,17 +57,19 @@ def _as_rank(arguments: argparse.Namespace, measure: Measure) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, size, rank == 0, timeout=timedelta(seconds=60))
-    options = {"segment_bytes": arguments.segment_kb << 10, "depth": arguments.depth}
     for name in arguments.transports.split(","):
-        transport = _transport(name, dist.PrefixStore(name, store), rank, size, options)
+        transport = _transport(name, dist.PrefixStore(name, store), rank, size, arguments)
         figures = {key: round(value, 2) for key, value in measure(transport, arguments).items()}
         if rank == 0:
             print(json.dumps({"transport": name, **figures}), flush=True)
 
 
-def _transport(name: str, store: Any, rank: int, size: int, options: dict[str, int]) -> comm_core.Transport:
+def _transport(name: str, store: Any, rank: int, size: int, asked: argparse.Namespace) -> comm_core.Transport:
+    channel = comm_core.tcp_channel(store, rank, size)
+    if name == "tiers":
+        return comm_core.two_tier_transport(channel, rank, [other // asked.per_host for other in range(size)])
     exchange = {"tcp": comm_core.DirectTransport, "tcp-ring": comm_core.RingTransport}[name]
-    return exchange(comm_core.tcp_channel(store, rank, size), rank, size, **options)
+    return exchange(channel, rank, size, segment_bytes=asked.segment_kb << 10, depth=asked.depth)
 
 
 def cpu() -> float:

@@ -12,12 +12,14 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from commsched.backends import cpu, interface
 from commsched.optimizer import measuring, round as rounds
+from commsched.optimizer.session import SAMPLES, WARM_UP
 from scheduler.ir.profile import Profile
 from tests.support.cases import Me, case, main
-from tests.support.oracle import batch
+from tests.support.oracle import batch, release
 from tests.support.reference_run import Twin, momentum, searching
 from tests.support.uneven import GATHERS
 
@@ -181,6 +183,87 @@ def a_forward_in_another_order_is_planned_anew(me: Me) -> None:
     assert me.everybody(str(step)) == [str(step)] * me.size, "not the same step on all ranks"
     train(twin, range(step + 1, step + 12))
     twin.end(must_have_waited=False)
+
+
+@case(ranks=(2, 3))
+def ranks_agree_on_plans_while_gradients_are_on_their_way(me: Me) -> None:
+    """``step()`` waited for all gradients, as it needed the flags: who has joined. That step took half as long again."""
+    twin = adapting(me)
+    session, waited, inside = twin.optimizer._session, [], []
+    session._repeats = 0  # other work on this machine is no reason to measure again
+    backend, after_step = session.backend, session.after_step
+    wait = backend.wait_gathered
+
+    def counted() -> None:
+        inside.append(twin.steps)
+        after_step()
+        inside.clear()
+
+    def noted(bucket: int) -> None:
+        waited.extend(inside)
+        wait(bucket)
+
+    with (
+        patch.object(session, "after_step", counted),
+        patch.object(backend, "wait_gathered", noted),
+        patch.object(backend, "is_gathered", lambda bucket: False),
+    ):
+        train(twin, range(12))
+    assert "beside the traffic" in twin.optimizer.profile().source, twin.optimizer.profile().source
+    assert not waited, f"rank {me.rank} waited for gradients at the end of steps {waited}"
+    twin.end(must_have_waited=False)
+
+
+class Twice(nn.Module):
+    """A layer whose gradient comes twice in one backward, the second time after its bucket was sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, twice: bool) -> torch.Tensor:
+        x = self.layers[3](x)
+        for number in (0, 1, 0) if twice else (0, 1):
+            layer = self.layers[number]
+            x = x + checkpoint(lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=True)
+        return self.layers[2](x)
+
+
+@case(ranks=(2, 3))
+def ranks_that_read_late_gradients_and_those_that_agree_do_not_wait_for_each_other(me: Me) -> None:
+    """Rank 0 reads gradients of which a part came late, which all ranks reduce together, while the others agree."""
+    twin = Twin(
+        me, lambda: Twice().double(), schedule="auto", planned=False, bucket_mb=0.0001, lag=0.0
+    )
+    session = twin.optimizer._session
+    session._repeats = 0
+    if me.rank > 0:
+        session.round.arrived = list  # type: ignore[method-assign, assignment]  # the step itself reads no flags
+
+    def train(late: bool) -> None:
+        step = twin.steps
+        twin.backward(
+            lambda m, rank: m(batch(rank, step).double(), late and rank == 0).square().mean()
+        )
+        if late and me.rank == 0:
+            assert twin.model.layers[0].weight.grad.any()
+        twin.update()
+        twin.zero_grad()
+        twin.compare(f"parameters after step {step}", exact=False)
+
+    def agrees_next() -> bool:
+        now = session._measuring
+        return now is not None and not now.alone and now.seen == WARM_UP + SAMPLES - 1
+
+    while not agrees_next():
+        train(late=False)
+        assert twin.steps < 50, "nothing was measured beside the traffic"
+    assert not session.round.apart
+    train(late=True)
+    assert session.round.apart and session._measuring is None, "nothing came late, or the ranks did not agree"
+    for _ in range(3):
+        train(late=False)
+    release(twin.optimizer)
 
 
 main(__name__)
