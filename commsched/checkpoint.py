@@ -15,7 +15,10 @@ state, share out its items and tell each other where each will lie. Then a threa
 A generation is whole when all its ranks' manifests are there and every part is as its manifest says. A
 manifest gets its name after its files are on the disk, so neither a crash nor a power cut leaves a manifest
 without them. At the next call here the ranks tell each other that all have written. Only then does that
-generation count as the newest whole one, and the next save removes all others before it writes.
+generation count as the newest whole one, and the next save removes all others before it writes. Nothing is
+removed where that is not known: in a new process that has not loaded, where ranks were lost since (those of
+an earlier job may not have written), where that generation is gone, or where another process has written
+after it.
 """
 
 from __future__ import annotations
@@ -30,9 +33,10 @@ import secrets
 import shutil
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +53,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from commsched.collectives.carrier import epoch
 from commsched.collectives.job import rank, size
 from commsched.collectives.operations import allgather_object, broadcast_object
 from commsched.env import settings
@@ -58,6 +63,7 @@ Items = dict[str, tuple[int, int]]
 """Offset and length of each item in the part of the rank that writes it."""
 _FORMAT = 1
 _STRUCTURE = "commsched.structure"
+_NESTING = (dict, OrderedDict)  # other kinds of dictionaries, such as Counter, are items
 _GENERATION = re.compile(r"\d{8}-[0-9a-f]{8}")
 _MANIFEST = re.compile(r"manifest-(\d+)\.json")
 _CHUNK = 16 << 20
@@ -68,9 +74,9 @@ def save(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> Saving:
 
     ``state`` gives names to objects with ``state_dict()`` (models, optimizers, schedulers: equal on all
     ranks, or spread over them), to objects with ``checkpoint()`` and ``resume()`` (pipelines: each rank has a
-    state of its own), and to tensors and other values, of which rank 0's are kept. The call waits for the
-    save before and raises its error. The ranks may share the folder, or each machine has its own. The two
-    newest generations stay in it.
+    state of its own), and to tensors and other values: rank 0's are kept, nobody looks at the others'. The
+    call waits for the save before and raises its error. The ranks may share the folder, or each machine has
+    its own. The two newest generations stay in it.
     """
     here, told = _settled(folder, (list(state), secrets.token_hex(4)))
     for other, (names, _) in enumerate(told):
@@ -98,6 +104,7 @@ def save(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> Saving:
         files[".metadata"] = taken.metadata([items for *_, items in told])
     manifest = {"format": _FORMAT, "generation": name, "rank": me, "ranks": size(), "items": taken.items}
     whole = here.whole
+    here.known.add(name)
     here.saving = Saving(here, name, lambda: _write(here.path, whole, manifest, files))
     return here.saving
 
@@ -118,7 +125,7 @@ def load(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> dict[str, 
         if not (reason := _fault(here.path / name, seen[name])):
             reason, values = _read(here.path / name, seen[name], state)
         if not reason:
-            here.whole = name
+            here.whole, here.known = name, set(seen)
             if reasons and rank() == 0:
                 warnings.warn(f"generation {name} is loaded: {'; '.join(reasons)}", stacklevel=2)
             return _put(values, state, here.path / name, len(seen[name]))
@@ -141,7 +148,7 @@ class Saving:
     """A save that a thread carries out, as ``save`` returns it."""
 
     def __init__(self, here: _Folder, name: str, write: Callable[[], None]) -> None:
-        self.name, self._here, self._failure = name, here, ""
+        self.name, self._here, self._failure, self._job = name, here, "", epoch()
         self._thread = threading.Thread(target=self._run, args=(write,), name="commsched-checkpoint")
         self._thread.start()
 
@@ -158,6 +165,10 @@ class Saving:
         if self._here.saving is self:  # else a later call has waited
             _settled(self._here.path)
 
+    def of_present_job(self) -> bool:
+        """Return whether the ranks that write this are those of the job as it is now."""
+        return self._job == epoch()
+
     def _join(self) -> str:
         """Wait for the thread; return why it has not written, or ""."""
         limit = settings().timeout
@@ -170,13 +181,20 @@ class Saving:
 @dataclass
 class _Folder:
     """``whole``: the newest generation that the ranks know to be whole, "" for none, None if unknown.
-    ``number``: of the next generation.
+    ``number``: of the next generation. ``known``: those that this process has written or read.
     """
 
     path: Path
     number: int = 1
     whole: str | None = None
+    known: set[str] = field(default_factory=set)
     saving: Saving | None = None
+
+    def told_whole(self, name: str | None) -> str | None:
+        """Return the generation if it is there, and nobody else has written after it; else None: unknown."""
+        there = _generations(self.path)
+        gone = bool(name) and name not in there
+        return None if name is None or gone or any(each > name for each in set(there) - self.known) else name
 
 
 _folders: dict[Path, _Folder] = {}
@@ -187,19 +205,27 @@ def _settled(folder: str | os.PathLike[str], said: Any = None) -> tuple[_Folder,
 
     Collective. A rank of a new process knows of no whole generation; then no rank does.
     """
-    path = Path(folder).absolute()
+    path = Path(folder).resolve()  # one folder may have several names
     here = _folders.setdefault(path, _Folder(path))
     saving, here.saving = here.saving, None
-    failure, whole = ("", here.whole) if saving is None else (saving._join(), saving.name)
+    failure, whole = "", here.whole
+    if saving is not None:
+        failure = saving._join()
+        whole = saving.name if saving.of_present_job() else None
+    if path.exists() and not path.is_dir():
+        failure = failure or f"rank {rank()}: {path} is a file and not a folder"
     newest = max((int(name[:8]) for name in _generations(path)), default=0)
-    told = allgather_object((failure, whole, newest, said), "commsched.checkpoint")
+    told = allgather_object((failure, here.told_whole(whole), newest, said), "commsched.checkpoint")
     if failures := [each[0] for each in told if each[0]]:
         raise CommError(
             f"the checkpoint before is not saved: {'; '.join(failures)}; the newest generation known to be"
             f" whole: {here.whole or 'none'}"
         )
-    here.whole = whole if all(each[1] == whole for each in told) else None
-    here.number = 1 + (max(each[2] for each in told) if here.whole is None else int(here.whole[:8] or 0))
+    here.whole = told[0][1] if all(each[1] == told[0][1] for each in told) else None
+    newest = max(each[2] for each in told)
+    if here.whole is None and newest and _never_ended(_seen(path)):
+        here.whole = ""
+    here.number = 1 + (newest if here.whole is None else int(here.whole[:8] or 0))
     return here, [each[3] for each in told]
 
 
@@ -215,10 +241,11 @@ def _part(writer: int) -> str:
 
 
 class _Taken:
-    """A state as items under keys. ``structure`` is the state with keys in the place of the items."""
+    """A state as items under keys. Its structure is the state with keys in the place of the items."""
 
     def __init__(self) -> None:
-        self.shared: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}  # of rank 0 alone
+        self.shared: dict[str, Any] = {}  # which all ranks have
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.data, self.items, self.digest = io.BytesIO(), Items(), ""  # what this rank writes
 
@@ -230,12 +257,17 @@ class _Taken:
                 own[f"rank-{me}.{name}"] = value.checkpoint()
                 classes += getattr(value, "checkpoint_classes", ())
             else:
-                whole = value.state_dict() if hasattr(value, "state_dict") else value
-                structure[name] = self._flattened(whole, (name,))
-        self._add((_STRUCTURE,), structure)
+                is_state = hasattr(value, "state_dict")
+                if is_state or me == 0:
+                    items = self.shared if is_state else self.values
+                    structure[name] = self._flattened(
+                        value.state_dict() if is_state else value, (name,), items
+                    )
+        if me == 0:
+            self._add((_STRUCTURE,), structure, self.values)
         self.digest = hashlib.sha256("\n".join(self.signature).encode()).hexdigest()
         with torch.serialization.safe_globals(classes):
-            for key, value in {**self._share(me, ranks), **own}.items():
+            for key, value in {**self._share(me, ranks), **self.values, **own}.items():
                 self._serialise(key, value)
 
     @property
@@ -248,22 +280,22 @@ class _Taken:
             for key, value in self.shared.items()
         ]
 
-    def _flattened(self, value: Any, path: tuple[str | int, ...]) -> Any:
+    def _flattened(self, value: Any, path: tuple[str | int, ...], items: dict[str, Any]) -> Any:
         """Add the items of nested dictionaries and lists; return the same nesting of keys.
 
         torch.distributed.checkpoint gives the same keys.
         """
-        if isinstance(value, dict):
-            return {key: self._flattened(each, (*path, str(key))) for key, each in value.items()}
+        if type(value) in _NESTING:
+            return _like(value, {k: self._flattened(v, (*path, str(k)), items) for k, v in value.items()})
         if _is_branch(value):
-            return [self._flattened(each, (*path, place)) for place, each in enumerate(value)]
-        return self._add(path, value.detach() if isinstance(value, Tensor) else value)
+            return [self._flattened(each, (*path, place), items) for place, each in enumerate(value)]
+        return self._add(path, value.detach() if isinstance(value, Tensor) else value, items)
 
-    def _add(self, path: tuple[str | int, ...], value: Any) -> str:
+    def _add(self, path: tuple[str | int, ...], value: Any, items: dict[str, Any]) -> str:
         key = ".".join(map(str, path))
-        if key in self.shared or key.startswith("rank-"):
+        if key in self.paths or key.startswith("rank-"):
             raise ValueError(f"{key} is twice in the state, or begins with 'rank-'; give it another name")
-        self.shared[key], self.paths[key] = value, path
+        items[key], self.paths[key] = value, path
         return key
 
     def _share(self, me: int, ranks: int) -> dict[str, Any]:
@@ -299,10 +331,10 @@ class _Taken:
     def metadata(self, told: Sequence[Items]) -> bytes:
         """Return the content of torch.distributed.checkpoint's ``.metadata``."""
         kinds: dict[str, Any] = {}
-        places, paths = {}, dict(self.paths)
+        places, paths, known = {}, dict(self.paths), self.shared | self.values
         for writer, items in enumerate(told):
             for key, (offset, length) in items.items():
-                value, start = self.shared.get(key), None
+                value, start = known.get(key), None
                 kinds[key] = BytesStorageMetadata()
                 if isinstance(value, Tensor) and _is_plain(value):
                     start = torch.Size([0] * value.dim())
@@ -312,6 +344,14 @@ class _Taken:
                 paths.setdefault(key, tuple(key.split(".", 1)))
                 places[MetadataIndex(key, start)] = _StorageInfo(_part(writer), offset, length)
         return pickle.dumps(Metadata(kinds, paths, places, StorageMeta(), CURRENT_DCP_VERSION))
+
+
+def _like(nested: Any, content: Mapping[Any, Any]) -> Any:
+    """Return this content as a dictionary of that kind; a model's has the versions of its modules."""
+    made = type(nested)(content)
+    if hasattr(nested, "_metadata"):
+        made._metadata = nested._metadata
+    return made
 
 
 def _is_own(value: Any) -> bool:
@@ -325,7 +365,7 @@ def _is_plain(value: Any) -> bool:
 
 def _is_branch(value: Any) -> bool:
     """Return whether torch.distributed.checkpoint stores the entries of a value, and not the whole of it."""
-    return isinstance(value, dict) or (
+    return type(value) in _NESTING or (
         isinstance(value, list) and any(isinstance(each, Tensor) or _is_branch(each) for each in value)
     )
 
@@ -532,7 +572,7 @@ def _put(values: dict[str, Any], state: Mapping[str, Any], generation: Path, ran
 def _rebuilt(nested: Any, values: Mapping[str, Any]) -> Any:
     """Return nested dictionaries and lists with the items in the place of their keys."""
     if isinstance(nested, dict):
-        return {key: _rebuilt(each, values) for key, each in nested.items()}
+        return _like(nested, {key: _rebuilt(each, values) for key, each in nested.items()})
     if isinstance(nested, list):
         return [_rebuilt(each, values) for each in nested]
     return values[nested]

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _train(arguments: argparse.Namespace, job: Job, plan: PipelinePlan | None) -> None:
     if arguments.load:
         _load(arguments.load, job.model)
+    if arguments.save and commsched.rank() == 0:  # now, and not when all has been trained
+        Path(arguments.save).absolute().parent.mkdir(parents=True, exist_ok=True)
     on_step = _on_step(arguments, job.data)
     kept = arguments.checkpoint is not None and is_saved(arguments.checkpoint)
     if arguments.warmup_steps and not kept:
@@ -140,7 +143,10 @@ def _timed(pipeline: Pipeline, batches: Any, steps: int, name: str, local: bool 
 
 def _load(path: str, model: nn.Module) -> None:
     """Take the weights of a file as far as they fit: a head for other classes stays as it is."""
-    state, own = torch.load(path, weights_only=True), model.state_dict()
+    try:
+        state, own = torch.load(path, weights_only=True), model.state_dict()
+    except OSError as error:
+        raise ValueError(f"--load {path}: {error.strerror}") from None
     fitting = {
         name: own[name].shape for name in own if name in state and state[name].shape == own[name].shape
     }

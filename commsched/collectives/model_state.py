@@ -69,18 +69,27 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("broadcast_optimizer_state does not support torch.optim.LBFGS")
-    tensors: list[torch.Tensor] = []
-
-    def take_out(tensor: torch.Tensor) -> _Placeholder:
-        tensors.append(tensor)
-        return _Placeholder(len(tensors) - 1, tensor.shape, tensor.dtype, tensor.device.type == "cpu")
-
     state = optimizer.state_dict()  # on every rank: it may gather shards
     if not state["state"]:
         sparse = isinstance(optimizer, torch.optim.SparseAdam)  # takes only sparse gradients
         for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
             zero = torch.zeros_like(p, requires_grad=False)
             p.grad = zero.to_sparse(1) if sparse else zero
+    _share(state, optimizer, root_rank)
+
+
+def share_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
+    """Give every rank's optimizer the state and the options of rank `root_rank`'s. Gradients stay."""
+    _share(optimizer.state_dict(), optimizer, root_rank)
+
+
+def _share(state: dict[str, Any], optimizer: torch.optim.Optimizer, root_rank: int) -> None:
+    tensors: list[torch.Tensor] = []
+
+    def take_out(tensor: torch.Tensor) -> _Placeholder:
+        tensors.append(tensor)
+        return _Placeholder(len(tensors) - 1, tensor.shape, tensor.dtype, tensor.device.type == "cpu")
+
     skeleton = tree_map_only(torch.Tensor, take_out, state) if rank() == root_rank else None
     skeleton = broadcast_object(skeleton, root_rank, name="commsched.optimizer_state")
     if rank() != root_rank:

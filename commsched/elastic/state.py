@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from commsched.collectives.job import rank
-from commsched.collectives.model_state import broadcast_optimizer_state, broadcast_parameters
+from commsched.collectives.model_state import broadcast_parameters, share_optimizer_state
 from commsched.collectives.operations import broadcast_object
 from commsched.elastic.sampler import ElasticSampler
 from commsched.errors import HostsUpdatedInterrupt
@@ -154,9 +154,18 @@ class TorchState(ObjectState):
             handler.sync()
         super().sync()
 
+    def reset(self) -> None:
+        """Adapt samplers to the present ranks: where hosts were only removed, no ``sync()`` follows."""
+        for handler in self._handlers.values():
+            if isinstance(handler.value, ElasticSampler):
+                handler.value.reset()
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "_handlers" and name in self._handlers:
             self._handlers[name].set_value(value)
+        elif name in self.__dict__.get("_saved_state", ()) and (made := _handler(value)) is not None:
+            self._handlers[name] = made  # it began as None; a restored copy would not be the script's object
+            del self._saved_state[name]
         super().__setattr__(name, value)
 
 
@@ -199,7 +208,7 @@ class OptimizerStateHandler(StateHandler):
     """An optimizer; with shards, commits hold the whole state, because the next epoch has other shards."""
 
     def sync(self) -> None:
-        broadcast_optimizer_state(self.value, root_rank=0)
+        share_optimizer_state(self.value, root_rank=0)
 
 
 Registry = list[tuple[type, Callable[[Any], Any]]]
@@ -223,4 +232,8 @@ def set_handler_registry(registry: Registry) -> None:
 
 
 def _handler(value: Any) -> Any:
-    return next((make(value) for kind, make in _handler_registry if isinstance(value, kind)), None)
+    """Return the handler of a value, None for a plain one. GradScaler, as others, only has a state."""
+    made = next((make(value) for kind, make in _handler_registry if isinstance(value, kind)), None)
+    if made is None and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        return StateHandler(value)
+    return made

@@ -109,11 +109,27 @@ class PendingParameter(nn.Parameter):
         complete_value(self)
         return torch.Tensor.set_(self, *args, **kwargs)
 
+    def as_subclass(self, cls: Any) -> Any:
+        """Complete the value first, as for ``set_``."""
+        complete_value(self)
+        return torch.Tensor.as_subclass(self, cls)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _copied(self, lambda: nn.Parameter.__deepcopy__(self, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _copied(self, lambda: nn.Parameter.__reduce_ex__(self, protocol))
+
+
+_make_parameter = nn.Parameter.__new__
+
+
+def _parameter_of(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    """Make ``nn.Parameter(data)``. Torch compares classes there and refuses those that it does not know."""
+    return _make_parameter(cls, data.detach() if isinstance(data, PendingParameter) else data, requires_grad)
+
+
+nn.Parameter.__new__ = _parameter_of  # type: ignore[method-assign]
 
 
 class PendingGradient(PendingParameter):

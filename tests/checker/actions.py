@@ -590,7 +590,7 @@ def _fail(*_: Any) -> None:
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-READS = "clone state_dict vector numpy data sum one item tolist copy_ cat norm forward".split()
+READS = "clone state_dict vector numpy data sum one item tolist copy_ cat norm forward made subclass".split()
 
 
 @action(4, lambda dice, o: {"how": dice.choice(READS), "place": dice.randrange(12)})
@@ -614,6 +614,10 @@ def read_params(w: World, salt: int, how: str, place: int = 0) -> Any:
         return [torch.tensor(p.tolist(), dtype=torch.float64) for p in params]
     if how == "copy_":
         return [torch.empty_like(p).detach().copy_(p.detach()) for p in params]
+    if how == "made":
+        return copies([nn.Parameter(p) for p in params])
+    if how == "subclass":
+        return copies([p.as_subclass(torch.Tensor) for p in params])
     if how == "cat":
         with torch.no_grad():
             return torch.cat([p.flatten() for p in params])

@@ -64,6 +64,27 @@ class Own:
         self.value = value
 
 
+class Tensors(nn.Module):
+    """Two tensors of one value, of which each of two ranks writes one."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.x, self.y = (nn.Parameter(torch.full((9,), float(value))) for _ in range(2))
+
+    def values(self) -> set[float]:
+        return {float(each.mean()) for each in self.parameters()}
+
+
+def values_are_those_of_rank_0(folder: Path) -> None:
+    """Tensors came from whichever rank had the least to write, and other ranks' values had to be alike."""
+    rank = commsched.rank()
+    values = {"t": torch.full((2,), float(rank)), "u": torch.full((3 + rank,), float(rank)), "n": rank}
+    commsched.save({**values, "best": None if rank else {"loss": 0.5, "at": [torch.ones(1)]}}, folder).wait()
+    found = commsched.load({}, folder)
+    assert found is not None and found["t"].tolist() == [0.0] * 2 and found["u"].tolist() == [0.0] * 3
+    assert found["n"] == 0 and found["best"] == {"loss": 0.5, "at": [torch.ones(1)]}
+
+
 def first(folder: Path) -> None:
     for gather in GATHERS:
         model, optimizer = made(gather, 1)
@@ -77,7 +98,8 @@ def first(folder: Path) -> None:
         train(model, optimizer, range(4, 8))  # while it is written
         saving.wait()
         optimizer.close()
-    for check in (own_states, other_items, a_rank_that_fails, a_damaged_part, folders_of_their_own):
+    checks = own_states, other_items, values_are_those_of_rank_0, a_rank_that_fails, a_damaged_part
+    for check in (*checks, folders_of_their_own):
         check(folder / check.__name__)
         print(check.__name__, "is right")
 
@@ -101,8 +123,8 @@ def own_states(folder: Path) -> None:
 
 
 def other_items(folder: Path) -> None:
-    with pytest.raises(CommError, match=r"rank 0 has x torch.float32 \(2,\) where rank 1 has x .*\(3,\)"):
-        commsched.save({"x": torch.zeros(2 + commsched.rank())}, folder)
+    with pytest.raises(CommError, match=r"rank 0 has x.weight .*\(2, 1\) where rank 1 has x.weight .*\(3, 1\)"):
+        commsched.save({"x": nn.Linear(1, 2 + commsched.rank())}, folder)
     with pytest.raises(ValueError, match=r"rank 0 has \['x0'\], rank 1 \['x1'\]"):
         commsched.save({f"x{commsched.rank()}": 0}, folder)
     assert commsched.load({}, folder) is None
@@ -129,16 +151,16 @@ def a_rank_that_fails(folder: Path) -> None:
 def a_damaged_part(folder: Path) -> None:
     """Of two ranks' parts, the second one's: both ranks go back, and say why on rank 0."""
     for number in (1, 2):
-        tensors = {"x": torch.full((9,), float(number)), "y": torch.full((9,), float(number))}
-        commsched.save({"tensors": tensors}, folder).wait()
+        commsched.save({"tensors": Tensors(number)}, folder).wait()
     part = max(folder.iterdir()) / "__1_0.distcp"
     if commsched.rank() == 0:
         part.write_bytes(part.read_bytes()[:-1])
     commsched.barrier()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        found = commsched.load({}, folder)
-    assert found is not None and {float(x.mean()) for x in found["tensors"].values()} == {1.0}
+        found = Tensors(0)
+        commsched.load({"tensors": found}, folder)
+    assert found.values() == {1.0}
     said = [str(each.message) for each in warned]
     assert len(said) == (commsched.rank() == 0) and all(f"{part} is damaged" in each for each in said), said
 
@@ -147,10 +169,11 @@ def folders_of_their_own(folder: Path) -> None:
     """Of machines that share none: parts are sent, and an empty folder on rank 0 stops all ranks."""
     mine = folder / str(commsched.rank())
     for number in (1, 2):
-        commsched.save({"x": torch.full((9,), float(number)), "y": torch.full((9,), float(number))}, mine).wait()
+        commsched.save({"tensors": Tensors(number)}, mine).wait()
     assert {path.name for path in max(mine.iterdir()).glob("__*")} == {f"__{commsched.rank()}_0.distcp"}
-    found = commsched.load({}, mine)
-    assert found is not None and float(found["x"].mean()) == float(found["y"].mean()) == 2.0
+    found = Tensors(0)
+    commsched.load({"tensors": found}, mine)
+    assert found.values() == {2.0}
     before = sorted(mine.rglob("*"))
     if commsched.rank() == 0:
         shutil.rmtree(mine)

@@ -12,9 +12,12 @@ import shutil
 import subprocess
 import threading
 import warnings
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -137,6 +140,106 @@ def test_saves_run_beside_training(kept: Path, monkeypatch: pytest.MonkeyPatch) 
     first.wait()
     shutil.rmtree(max(kept.iterdir()))
     assert loaded(kept)[0] == 1
+
+
+# -- which generation is known to be whole -------------------------------------------------------------------
+
+
+@contextmanager
+def a_disk_that_has_just_filled() -> Iterator[None]:
+    with mock.patch.object(checkpoint, "_write_file", side_effect=OSError(28, "No space left on device")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+
+
+def fails_to_save(number: int, folder: Path) -> None:
+    with a_disk_that_has_just_filled(), pytest.raises(CommError, match="No space left"):
+        checkpoint.save(numbered(number), folder).wait()
+
+
+def test_one_folder_with_two_names(kept: Path, tmp_path: Path) -> None:
+    """What was known under the first name was long gone, and everything that was whole was removed for it."""
+    kept.mkdir()
+    (tmp_path / "link").symlink_to(kept)
+    for number, name in enumerate(("kept", "link", "x/../kept"), 1):
+        checkpoint.save(numbered(number), tmp_path / name).wait()
+    fails_to_save(4, kept)
+    assert loaded(kept)[0] == 3
+
+
+def test_what_another_process_has_saved_is_not_removed(kept: Path) -> None:
+    checkpoint.save(numbered(1), kept).wait()
+    for number in (2, 3):
+        with alone():
+            assert checkpoint.load({}, kept) is not None
+            checkpoint.save(numbered(number), kept).wait()
+    fails_to_save(4, kept)
+    assert loaded(kept)[0] == 3
+    for number in (5, 6):
+        checkpoint.save(numbered(number), kept).wait()
+    assert loaded(kept)[0] == 6 and len(list(kept.iterdir())) == 2
+
+
+def test_a_save_of_an_earlier_job_is_not_known_to_be_whole(kept: Path) -> None:
+    """A rank may have been lost before it had written: then the generation before must stay."""
+    for number in (1, 2):
+        saving = checkpoint.save(numbered(number), kept)
+    with mock.patch.object(checkpoint, "epoch", lambda: saving._job + 1):  # after shutdown() and init()
+        saving._thread.join()
+        (kept / saving.name / "manifest-0.json").unlink()
+        fails_to_save(3, kept)
+        assert loaded(kept)[0] == 1
+        for number in (4, 5):
+            checkpoint.save(numbered(number), kept).wait()
+        assert loaded(kept)[0] == 5 and len(list(kept.iterdir())) == 2
+
+
+def test_saves_of_which_none_has_ended_are_none(kept: Path) -> None:
+    for number in (1, 2):
+        fails_to_save(number, kept)
+    assert loaded(kept)[0] == 0 and not checkpoint.is_saved(kept)
+
+
+def test_a_file_is_no_folder(kept: Path) -> None:
+    kept.write_text("")
+    for act in (lambda: checkpoint.load({}, kept), lambda: checkpoint.save(numbered(1), kept)):
+        with pytest.raises(CommError, match=f"{kept} is a file and not a folder"):
+            act()
+
+
+# -- kinds of values -----------------------------------------------------------------------------------------
+
+
+class Migrating(nn.Linear):
+    """Its states before version 2 had other units."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, local: Any, *more: Any) -> None:
+        if local.get("version", 1) < 2:
+            state[prefix + "weight"] = 100 * state[prefix + "weight"]
+        super()._load_from_state_dict(state, prefix, local, *more)
+
+
+def test_modules_get_back_their_versions(kept: Path) -> None:
+    model, again = nn.Sequential(Migrating(2, 2)), nn.Sequential(Migrating(2, 2))
+    checkpoint.save({"model": model}, kept).wait()
+    checkpoint.load({"model": again}, kept)
+    assert_equal(dict(again.state_dict()), dict(model.state_dict()))
+
+
+def test_dictionaries_get_back_their_kinds(kept: Path) -> None:
+    values = {
+        "counts": Counter("aab"),
+        "ordered": OrderedDict(a=torch.ones(2), b=OrderedDict(c=1)),
+        "x": {1: 2},
+    }
+    schedule = torch.optim.lr_scheduler.MultiStepLR(made(1)[1], [3, 5])
+    checkpoint.save({**values, "schedule": schedule}, kept).wait()
+    found = checkpoint.load({"schedule": schedule}, kept)
+    assert found is not None and repr(found) == repr(values)
+    assert schedule.milestones == Counter([3, 5]) and type(schedule.milestones) is Counter
 
 
 # -- damage --------------------------------------------------------------------------------------------------

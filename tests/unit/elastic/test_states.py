@@ -152,6 +152,42 @@ def test_schedulers_go_back_too():
     assert scheduler.last_epoch == 0 and optimizer.param_groups[0]["lr"] == 0.1
 
 
+def test_what_has_a_state_goes_back_without_a_kind():
+    """Copies were restored, of the scaler and of the schedule's optimizer, which the script does not have."""
+    model, optimizer, _ = trained()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    state = hvd.elastic.TorchState(model, optimizer, scaler=scaler, schedule=None)
+    state.schedule = schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state.commit()
+    schedule.step()
+    state.restore()
+    assert state.scaler is scaler and state.schedule is schedule and schedule.optimizer is optimizer
+    assert schedule.last_epoch == 0 and optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_gradients_stay_where_all_get_one_state():
+    model = torch.nn.Linear(2, 1)
+    state = hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(4, 2)).sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    state.sync()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True))
+
+
+def test_samples_are_dealt_out_anew_where_ranks_were_only_removed(monkeypatch):
+    """Nobody synchronises the state then; the sampler went on with the share of one rank of two."""
+    from commsched.elastic import sampler as module
+
+    sizes = {"size": 2}
+    monkeypatch.setattr(module, "size", lambda: sizes["size"])
+    sampler = hvd.elastic.ElasticSampler(range(12), shuffle=False)
+    state = hvd.elastic.TorchState(sampler=sampler)
+    sampler.record_batch(0, 2)
+    sizes["size"] = 1
+    state.on_reset()
+    assert list(sampler) == list(range(4, 12)) and sampler.num_replicas == 1
+
+
 def test_samples_that_are_left(monkeypatch):
     from commsched.elastic import sampler as module
 

@@ -101,6 +101,8 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "foreach": lambda p: torch._foreach_norm([p])[0] ** 2 == 12,
     "deepcopy": lambda p: copy.deepcopy(p)[0, 0] == 1,
     "copy": lambda p: copy.copy(p)[0, 0] == 1,
+    "another parameter": lambda p: nn.Parameter(p)[0, 0] == 1,
+    "as a subclass": lambda p: p.as_subclass(torch.Tensor)[0, 0] == 1,
     "pickle": lambda p: pickle.loads(pickle.dumps(p))[0, 0] == 1,
     "iteration": lambda p: next(iter(p))[0] == 1,
     "bool": lambda p: bool((p == 1).all()),
@@ -163,6 +165,8 @@ def test_where_only_the_gradient_is_on_its_way_the_value_is_free() -> None:
     assert type(arrival.parameter) is PendingGradient
     assert arrival.parameter.sum() == 0 and arrival.completed == 0
     assert F.linear(torch.ones(1, 4), arrival.parameter).sum() == 0 and arrival.completed == 0
+    assert type(nn.Parameter(arrival.parameter)) is nn.Parameter and arrival.completed == 0
+    assert type(arrival.parameter.as_subclass(torch.Tensor)) is torch.Tensor and arrival.completed == 0
     assert arrival.parameter.grad[0, 0] == 2 and arrival.completed == 1
     for touch in (lambda p: setattr(p, "grad", None), lambda p: delattr(p, "grad")):
         arrival = Arrival(only_grad=True)
