@@ -210,7 +210,8 @@ def _settled(folder: str | os.PathLike[str], said: Any = None) -> tuple[_Folder,
     saving, here.saving = here.saving, None
     failure, whole = "", here.whole
     if saving is not None:
-        failure = saving._join()
+        if reason := saving._join():
+            failure = f"the checkpoint before is not saved: {reason}"
         whole = saving.name if saving.of_present_job() else None
     if path.exists() and not path.is_dir():
         failure = failure or f"rank {rank()}: {path} is a file and not a folder"
@@ -218,8 +219,7 @@ def _settled(folder: str | os.PathLike[str], said: Any = None) -> tuple[_Folder,
     told = allgather_object((failure, here.told_whole(whole), newest, said), "commsched.checkpoint")
     if failures := [each[0] for each in told if each[0]]:
         raise CommError(
-            f"the checkpoint before is not saved: {'; '.join(failures)}; the newest generation known to be"
-            f" whole: {here.whole or 'none'}"
+            f"{'; '.join(failures)}; the newest generation known to be whole: {here.whole or 'none'}"
         )
     here.whole = told[0][1] if all(each[1] == told[0][1] for each in told) else None
     newest = max(each[2] for each in told)
@@ -230,7 +230,8 @@ def _settled(folder: str | os.PathLike[str], said: Any = None) -> tuple[_Folder,
 
 
 def _generations(folder: Path) -> list[str]:
-    return [each for each in (os.listdir(folder) if folder.is_dir() else ()) if _GENERATION.fullmatch(each)]
+    names = os.listdir(folder) if folder.is_dir() else ()
+    return [each for each in names if _GENERATION.fullmatch(each) and (folder / each).is_dir()]
 
 
 def _part(writer: int) -> str:

@@ -16,6 +16,7 @@ from typing import Any, ParamSpec
 
 import torch
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from commsched.collectives.carrier import Collective, ReduceOp, Reduction, carrier
 from commsched.collectives.compression import Compression
@@ -408,6 +409,7 @@ class Reduce(Function):
         return _run(kind, tensors, name, process_set, grouped, reduction)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         kind, process_set, grouped, reduction = ctx.arguments
         if reduction.op not in _LINEAR:
@@ -438,6 +440,7 @@ class Allgather(Function):
         return _run("allgather", tensors, name, process_set, grouped)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         process_set, grouped = ctx.arguments
         averaged = _reduced(gradients, process_set, grouped)
@@ -460,6 +463,7 @@ class Broadcast(Function):
         return synchronize(_start("broadcast", tensor, name, process_set, root=root))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         root, process_set = ctx.arguments
         (averaged,) = _reduced(gradients, process_set, grouped=False)
@@ -475,11 +479,14 @@ class Alltoall(Function):
         ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
     ) -> Any:
         result, received = synchronize(_start("alltoall", tensor, name, process_set, splits=splits))
-        ctx.received, ctx.process_set = received, process_set
+        ctx.received, ctx.process_set, ctx.rows = received, process_set, tensor.shape[0]
         ctx.mark_non_differentiable(received)
         return result, received
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         handle = _start("alltoall", gradients[0].contiguous(), None, ctx.process_set, splits=ctx.received)
-        return synchronize(handle)[0], None, None, None
+        sent = synchronize(handle)[0]  # fewer rows than the tensor has, if the splits left some out
+        kept = sent.new_zeros(ctx.rows - len(sent), *sent.shape[1:])
+        return torch.cat([sent, kept]), None, None, None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from commsched.collectives.job import ProcessSet, global_process_set
@@ -41,19 +42,22 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(input)
-        uses_batch = self.training or not self.track_running_stats
+        # As in torch, the statistics may be there and not be tracked for the moment.
+        tracks = self.training and self.track_running_stats
+        uses_batch = self.training or self.running_mean is None
         factor = 0.0 if self.momentum is None else self.momentum
-        if self.training and self.num_batches_tracked is not None:
+        if tracks and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:  # cumulative average
                 factor = 1.0 / float(self.num_batches_tracked)
-        tracked = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
-        if not uses_batch or self.process_set.size() == 1:
+        used = not self.training or self.track_running_stats
+        tracked = (self.running_mean, self.running_var) if used else (None, None)
+        if not self.training or self.process_set.size() == 1:
             return F.batch_norm(input, *tracked, self.weight, self.bias, uses_batch, factor, self.eps)
         normalised, mean, var, count = _Normalise.apply(
             input, self.weight, self.bias, self.eps, self.process_set
         )
-        if self.training and self.running_mean is not None and self.running_var is not None:
+        if tracks and self.running_mean is not None and self.running_var is not None:
             with torch.no_grad():
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
                 unbiased = var * (count / (count - 1).clamp(min=1))
@@ -101,6 +105,7 @@ class _Normalise(Function):
         return result.view(input.shape).to(input.dtype), mean, var, total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         centred, weight, scale, total = ctx.saved_tensors
         gradient = _channels(gradients[0])

@@ -274,7 +274,9 @@ class Pipeline:
             self._inputs.count_terms(EVALUATED, batch, local)
         self._evaluation.exchange.shares.take(EVALUATED, batch, local)
         self._newest()
-        with self._inputs.kept(EVALUATED, batch), self._health.guarded():
+        # Outside of the caller's inference mode, whose tensors have no versions.
+        off = torch.inference_mode(False), torch.no_grad()
+        with off[0], off[1], self._inputs.kept(EVALUATED, batch), self._health.guarded():
             return self._evaluation.run() if count is None else self._evaluation.count(count)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -325,8 +327,8 @@ class Pipeline:
         changed between two steps, on all ranks of a stage alike; call this again after each step.
         """
         self._finish()
-        for stage in self.stages.values():
-            yield from stage.versions.newest.leaves
+        leaves = [leaf for stage in self.stages.values() for leaf in stage.versions.newest.leaves]
+        yield from dict.fromkeys(leaves)  # two stages may share one
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

@@ -20,7 +20,7 @@ from commsched.optimizer.whole_step import ELEMENTWISE
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.messages import Fabric, Lane, everyones, from_first
 from commsched.pipeline.reduction import ReplicaBuckets, Replicas, StageRanks, Tie, of_parameters
-from commsched.pipeline.stage import GradientTypes, Loss, Stage
+from commsched.pipeline.stage import GradientTypes, Loss, Stage, with_attributes
 from commsched.pipeline.update import Factory, Gradients, OnStep, Stepped, Update, made_by
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.actions import COLLECTIVE, Kind
@@ -322,7 +322,7 @@ class UpdateMaker:
     def _make(self, stage: Stage, ties: Sequence[Tie]) -> Update:
         ranks, leaves = self.layout.members(stage.number), stage.versions.newest.leaves
         tied = {place: tie for tie in ties for number, place in tie.mine if number == stage.number}
-        parameters = [nn.Parameter(leaf.data) for leaf in leaves]
+        parameters = [with_attributes(nn.Parameter(leaf.data), leaf) for leaf in leaves]
         optimizer = self._optimizer(stage, parameters)
         untied = [place for place in range(len(leaves)) if place not in tied]
         shared: dict[str, Any] = {"counted": [p for p, tie in tied.items() if self._counts(tie, stage)]}

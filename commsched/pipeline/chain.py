@@ -7,6 +7,7 @@ A layer is a module, and a stage runs the model's own forward with the other sta
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -381,7 +382,10 @@ class PartialForward:
         with ONE_AT_A_TIME, eager, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             with intercepted(self._whole_layers, handle), mode:
                 output = self.arguments.call(self.model, inputs)
-        leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Absent)]
+        tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in tensors if isinstance(leaf, Absent)]
+        # What the forward returns of its inputs alone: the last stage must have them whole.
+        mode._read_inputs(mode._places([leaf for leaf in tensors if not isinstance(leaf, Absent)]), math.inf)
         for leaf in leaves:
             mode.found.use(mode.number(leaf), len(self.layers) - 1)  # type: ignore[arg-type]
         return [mode.number(leaf) for leaf in leaves]
@@ -394,6 +398,12 @@ class PartialForward:
         except StageEnded:
             return None
         return tree_map_only(Absent, lambda leaf: mode.made[mode.number(leaf)], output)  # type: ignore[index]
+
+
+def follow_model(module: nn.Module) -> None:
+    """Let a stage's module take over what the caller has assigned to attributes of the model."""
+    if isinstance(module, StageForward):
+        module._stage_whole[0].follow()
 
 
 class StageForward(nn.Module):
@@ -481,8 +491,11 @@ class StageForward(nn.Module):
         self, operations: Operations, values: Sequence[Tensor], leaves: list[Any], seeds: Sequence[Tensor]
     ) -> ForwardMode:
         """``values``: of the earlier stages. They are copied where the stage writes to them: autograd allows
-        no writing to a leaf.
+        no writing to a leaf. Views stand for leaves: an autograd function that gave one back would detach it.
         """
+        values = [
+            value.view_as(value) if value.is_leaf and value.requires_grad else value for value in values
+        ]
         first, end = self._stage_layers.start, self._stage_layers.stop
         received = dict(zip(operations.crossing(first), values, strict=True)) if first else {}
         for number in operations.written & received.keys():

@@ -295,6 +295,15 @@ class FullState:
         if missing:
             raise ValueError(f"the state has no {', '.join(missing[:4])}; it must be the whole model's")
         self.newest()
+        held = {
+            key: value for stage in self.stages.values() for key, value in stage.module.state_dict().items()
+        }
+        for key, value in {**held, **self.spare}.items():
+            if value.shape != state[key].shape:
+                raise ValueError(
+                    f"the state's {key} has the shape {tuple(state[key].shape)}, and the model's has"
+                    f" {tuple(value.shape)}"
+                )
         for stage in self.stages.values():
             stage.load(state)
         for key, value in self.spare.items():

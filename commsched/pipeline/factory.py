@@ -518,10 +518,15 @@ def save_shard(
     """
     name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
     folder.mkdir(parents=True, exist_ok=True)
-    names: dict[int, str] = {}
-    for key, tensor in tensors.items():
-        names.setdefault(tensor.data_ptr() or id(tensor), key)
-    whole = {key: tensors[key].detach().to("cpu").contiguous() for key in names.values()}
+    names: dict[Any, str] = {}
+    for key, tensor in tensors.items():  # a buffer may be the first rows of another
+        where = tensor.data_ptr() or id(tensor)
+        names.setdefault((where, tensor.shape, tensor.stride(), tensor.dtype), key)
+    whole, begun = {}, set[int]()
+    for (where, *_), key in names.items():
+        value = tensors[key].detach().to("cpu").contiguous()
+        whole[key] = value.clone() if where in begun else value  # a file has each tensor's memory once
+        begun.add(where)
     _safetensors().torch.save_file(whole, str(folder / name), metadata={"format": "pt"})
     return name, {key: tensor.numel() * tensor.element_size() for key, tensor in whole.items()}
 

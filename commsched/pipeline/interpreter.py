@@ -20,6 +20,7 @@ from torch import Tensor
 
 from commsched.channels import Pending
 from commsched.errors import CommError
+from commsched.pipeline.chain import follow_model
 from commsched.pipeline.exchange import Exchange, Inputs, tellers
 from commsched.pipeline.messages import Fabric, from_first, in_words, receive_object, send_object
 from commsched.pipeline.stage import Loss, Micro, Saved, Stage
@@ -438,6 +439,9 @@ class Evaluation:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
+        for stage in self.stages.values():  # else what the caller has set would be undone at the end
+            for module in stage.modules:
+                follow_model(module)
         modes = [
             (part, part.training)
             for stage in self.stages.values()

@@ -391,7 +391,7 @@ class Arguments:
         """Those values by name, without those that are None by default too."""
         count = len(self.names)
         named = zip(self.names, values[:count], strict=True)
-        found = {n: v for n, v in named if v is not None or self.defaults.get(n) is not None}
+        found = {n: v for n, v in named if v is not None or self.defaults.get(n, self) is not None}
         more = zip([_REST] * self.rest + [_EXTRA] * self.extra, values[count:], strict=True)
         return found | {key: value for key, value in more if value}
 

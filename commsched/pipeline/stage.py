@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -211,7 +212,9 @@ class Stage:
         if not self.recompute:
             return [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         possible = self.differentiable or any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-        return [possible and isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
+        return [
+            possible and isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves
+        ]
 
     # Backward
 
@@ -352,6 +355,16 @@ class Version:
         return [leaf.data for leaf in self.leaves]
 
 
+def with_attributes(parameter: nn.Parameter, of: nn.Parameter) -> nn.Parameter:
+    """Return the parameter with the attributes of another: factories choose groups by them."""
+    parameter.__dict__.update(of.__dict__)
+    return parameter
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 class Versions:
     """The trainable parameters of a stage, by name, in all versions that something may still need.
 
@@ -380,7 +393,14 @@ class Versions:
         self.names = tuple(self.slots)
         if not own_parameters:
             # Hooks and gradients of the caller's parameters stay out of the pipeline.
-            leaves = [nn.Parameter(leaf.detach().contiguous()) for leaf in leaves]
+            hooked = [name for name, leaf in zip(self.names, leaves, strict=True) if _has_hooks(leaf)]
+            if hooked:
+                warnings.warn(
+                    f"the hooks of {', '.join(hooked[:4])} are not called: a pipeline with optimizer= trains"
+                    " parameters of its own; with optimizer=None it trains the model's",
+                    stacklevel=2,
+                )
+            leaves = [with_attributes(nn.Parameter(leaf.detach().contiguous()), leaf) for leaf in leaves]
         first = Version(0, leaves)
         self.live: dict[int, Version] = {0: first}
         self.newest = first

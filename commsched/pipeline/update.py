@@ -57,7 +57,17 @@ def made_by(factory: Factory, named: Mapping[str, nn.Parameter]) -> Optimizer:
         first = next(iter(signature(factory).parameters), None)
     except ValueError:  # of a function in C
         first = None
-    return factory(list(named.items() if first == "named_parameters" else named.values()))
+    made = factory(list(named.items() if first == "named_parameters" else named.values()))
+    groups = getattr(made, "param_groups", None)
+    if groups is None or not callable(getattr(made, "step", None)):
+        raise ValueError(f"optimizer= must return an optimizer, but returned {type(made).__name__}")
+    given = set(map(id, named.values()))
+    if any(id(parameter) not in given for group in groups for parameter in group["params"]):
+        raise ValueError(
+            "optimizer= must make an optimizer of the parameters that it is given, a stage's; this one has"
+            " others, such as the model's own, which do not train"
+        )
+    return made
 
 
 class Update:
@@ -302,12 +312,13 @@ class Stepped(Update):
             parts.append(self.shards.state.get(part.leaf, {}) | master)
         optimizer = self.optimizer
         whole = None if optimizer is None else type(optimizer).state_dict(optimizer)
-        return {**super().state(), "optimizer": whole, "parts": parts}
+        # Copies: training goes on in the tensors, here and where a state in memory is loaded.
+        return {**super().state(), **copy.deepcopy({"optimizer": whole, "parts": parts})}
 
     def load(self, state: Mapping[str, Any]) -> None:
         super().load(state)
         if self.optimizer is not None:
-            type(self.optimizer).load_state_dict(self.optimizer, state["optimizer"])
+            type(self.optimizer).load_state_dict(self.optimizer, copy.deepcopy(state["optimizer"]))
         for part, entries in zip(self.parts(), copy.deepcopy(state["parts"]), strict=True):
             assert self.shards is not None
             if part.master is not None:

@@ -84,7 +84,12 @@ def is_loopback(address: str) -> bool:
 def first_reachable(addresses: Iterable[str], port: int, timeout: float) -> tuple[str, str]:
     """Return the first of `addresses` that accepts a connection on `port`, and this host's address on it."""
     candidates = list(addresses)
-    deadline = time.monotonic() + timeout
+    if all(":" in address for address in candidates):
+        raise CommError(
+            f"rank 0 is at {' or '.join(candidates)}, of IPv6, and ranks meet over IPv4: give the launcher a"
+            " host name or an IPv4 address (MASTER_ADDR)"
+        )
+    deadline, reasons = time.monotonic() + timeout, dict.fromkeys(candidates, "")
     while True:
         for address in candidates:
             try:
@@ -92,13 +97,13 @@ def first_reachable(addresses: Iterable[str], port: int, timeout: float) -> tupl
                 ipv4 = socket.gethostbyname(address)
                 with socket.create_connection((ipv4, port), min(3.0, timeout)) as connection:
                     return connection.getpeername()[0], connection.getsockname()[0]
-            except OSError:
-                continue
+            except OSError as error:
+                reasons[address] = error.strerror or str(error)
         if time.monotonic() > deadline:
             raise CommError(
                 f"rank 0 did not answer on {' or '.join(candidates)}, port {port}, within {timeout:g} s "
-                "(COMMSCHED_START_TIMEOUT); is it running, and can this host reach that address? "
-                "GLOO_SOCKET_IFNAME chooses another network interface"
+                f"(COMMSCHED_START_TIMEOUT): {'; '.join(reasons.values())}; is it running, and can this host "
+                "reach that address? GLOO_SOCKET_IFNAME chooses another network interface"
             )
         time.sleep(_POLL_SECONDS)
 

@@ -111,7 +111,7 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh | None = None) -> Non
     *sums, counts = total.split([*map(len, grads), len(chosen)])
     some = [True] * len(chosen) if counts.is_meta else counts.bool().tolist()
     for parameter, grad, has_one in zip(chosen, sums, some, strict=True):
-        parameter.grad = grad.view(parameter.shape) if has_one else None
+        parameter.grad = grad.view(parameter.shape).to(parameter.dtype) if has_one else None
 
 
 def _to_dtensor(tile: Tile) -> Any:

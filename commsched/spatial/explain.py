@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,6 +20,7 @@ from commsched.spatial.api import even_cuts
 from commsched.spatial.mesh import Mesh, Rates
 from commsched.spatial.shard import (
     Fusion,
+    call_without_data,
     cheapest,
     dry_runner,
     find_fusion,
@@ -162,7 +162,7 @@ def _plain_peak(model: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> i
     image, state = torch.empty(tuple(shape), dtype=dtype, device="meta"), meta_state(model, dtype)
     with PeakMeter() as meter:
         meter.ignore(image, *state.values())
-        backward_of_sums(tree_leaves(_tree(functional_call(model, state, (image,)))))
+        backward_of_sums(tree_leaves(_tree(call_without_data(model, state, (image,)))))
     return meter.peak
 
 
@@ -172,7 +172,7 @@ def _rank_report(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, m
     report = RankReport(mesh.coord, tuple(tile.local.shape))
     with naming(model, mesh), PeakMeter() as meter:
         meter.ignore(tile.local, *state.values())
-        output = owned_outputs(_tree(functional_call(model, state, (tile,))))
+        output = owned_outputs(_tree(call_without_data(model, state, (tile,))))
         report.forward = Counter(mesh.traffic)
         backward_of_sums(tile.local for tile in tiles_in(output))
         report.backward = mesh.traffic - report.forward

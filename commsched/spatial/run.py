@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from commsched.channels import Channel, Parcel, Pending, SilentChannel
@@ -20,7 +19,16 @@ from commsched.spatial.explain import naming
 from commsched.spatial.intervals import Split
 from commsched.spatial.layout import trimmed
 from commsched.spatial.mesh import Mesh, NeedsOthersError, current_mesh, use_mesh
-from commsched.spatial.shard import agree, default_channel, is_sharded, meta_state, meta_tile, shard, unshard
+from commsched.spatial.shard import (
+    agree,
+    call_without_data,
+    default_channel,
+    is_sharded,
+    meta_state,
+    meta_tile,
+    shard,
+    unshard,
+)
 from commsched.spatial.tile import Cut, Tile, cut_axes, name_of, tiles_in
 from scheduler.ir.inputs import InputError
 
@@ -214,7 +222,7 @@ class _Blocks:
                 result = self._model(Tile.make(self._load(box), mesh, cuts))
             else:
                 part = meta_tile(self._whole, self._pixel.dtype, mesh, cuts)
-                result = functional_call(self._model, self._state, (part,))
+                result = call_without_data(self._model, self._state, (part,))
             return trimmed(_only_tile(result, self._model))
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import random
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -460,10 +463,46 @@ def dry_runner(model: nn.Module, args: Any, kwargs: Any, mesh: Mesh) -> DryRun:
     def run(fusion: Fusion) -> list[Visit]:
         dry.fusion, dry.visits = fusion, []
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            functional_call(model, state, plain_args, plain_kwargs)
+            call_without_data(model, state, plain_args, plain_kwargs)
         return dry.visits
 
     return run
+
+
+def call_without_data(
+    model: nn.Module, state: dict[str, Tensor], args: Any, kwargs: Any = MappingProxyType({})
+) -> Any:
+    """Return what the forward returns with such a state. The model is as before: forwards count their calls,
+    keep grids that they have made for a device, collect losses in lists, and draw random numbers.
+    """
+    kept = [(module, _contents(module)) for module in model.modules()]
+    numbers = random.getstate()
+    try:
+        return functional_call(model, state, args, dict(kwargs))
+    finally:
+        random.setstate(numbers)
+        for module, contents in kept:
+            for name in vars(module).keys() - contents.keys() - _OF_TORCH:
+                del vars(module)[name]
+            for name, (value, copied) in contents.items():
+                vars(module)[name] = value
+                if isinstance(value, list):
+                    value[:] = copied
+                elif copied is not None:
+                    value.clear()
+                    value.update(copied)
+
+
+def _contents(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Return the attributes of a module that are not torch's, and copies of those that are collections."""
+    attributes = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+    return {
+        name: (value, copy.copy(value) if isinstance(value, list | dict | set) else None)
+        for name, value in attributes.items()
+    }
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def meta_tile(

@@ -176,8 +176,9 @@ class NcclGroup(RankGroup):
 # -- whole collectives ---------------------------------------------------------------------------------------
 
 
-# NCCL can not add up the types on the left: they travel as the wider ones.
-_WIDER = {torch.int16: torch.int32}
+# The types on the left travel as the wider ones: NCCL cannot add up the first, sums for means of the others
+# do not fit.
+_WIDER = {torch.int16: torch.int32, torch.int8: torch.int32, torch.uint8: torch.int32}
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> None:

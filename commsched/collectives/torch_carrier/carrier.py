@@ -202,6 +202,20 @@ def check_tensors(kind: str, tensors: Sequence[torch.Tensor], reduces: bool = Fa
             f"a grouped {kind} needs all its tensors on one device, but got "
             f"{sorted({str(tensor.device) for tensor in tensors})}"
         )
+    for tensor in tensors:
+        if not _has_memory(tensor):
+            raise ValueError(
+                f"{kind} needs a tensor with memory of its own, but got a {type(tensor).__name__} on"
+                f" {tensor.device}; of a tile of an image, pass tile.local, and of a loss, loss.item()"
+            )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements lie where it says: not on meta, nor in a wrapper of others."""
+    try:
+        return not tensor.is_meta and (not tensor.numel() or tensor.data_ptr() != 0)
+    except RuntimeError:  # a wrapper without storage
+        return False
 
 
 def _check_adasum(collective: Collective, job_size: int) -> None:

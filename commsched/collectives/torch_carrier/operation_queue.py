@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -463,6 +463,12 @@ class OperationRunner:
 
     def _run_in(self, group: RankGroup, operation: Operation, message: Message) -> Any:
         """Run one of the five collectives among the ranks of `group`."""
+        # Tensors of the caller's inference mode cannot be written outside of it, and it ends at his thread.
+        inference = any(target.is_inference() for target in operation.outputs)
+        with torch.inference_mode() if inference else nullcontext():
+            return self._collective(group, operation, message)
+
+    def _collective(self, group: RankGroup, operation: Operation, message: Message) -> Any:
         tensors, outputs, reduction = operation.tensors, operation.outputs, operation.reduction
         if operation.kind == "broadcast":
             root = self._sets[operation.set_id].index(operation.root)

@@ -299,6 +299,7 @@ def _drop(
     channels: bool,
 ) -> Any:
     """``channels``: drop whole channels, the same ones in every tile."""
+    p = float(p)
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{input.mesh.where('dropout')}: probability must be between 0 and 1, got {p}")
     local: Tensor = local_of(input)

@@ -537,7 +537,7 @@ def _classified(
         return (unrounded(losses, None, False, kind) / losses.numel()).to(local.dtype)
     counted = (wanted != ignore_index).to(kind)
     if weight is not None:
-        counted = counted * weight.detach()[wanted.clamp(min=0)]
+        counted = counted * weight.detach()[wanted.masked_fill(wanted == ignore_index, 0)]
     return (unrounded(losses, None, False, kind) / Tile.make(counted, mesh, cuts).sum()).to(local.dtype)
 
 

@@ -162,6 +162,19 @@ def check_sync_batch_norm():
             sync.running_var, plain.running_var
         )
     assert torch.allclose(sync.eval()(mine), plain.eval()(whole).split(rows)[rank])
+    before = sync.running_mean.clone()
+    for norm in (sync, plain):  # as for a virtual adversarial loss
+        norm.train()
+        norm.track_running_stats = False
+    assert torch.allclose(sync(mine), plain(whole).split(rows)[rank])
+    assert torch.equal(sync.running_mean, before) and sync.num_batches_tracked == plain.num_batches_tracked
+    assert torch.allclose(sync.eval()(mine), plain.eval()(whole).split(rows)[rank])
+    if rank == 0:  # alone: evaluation is plain batch normalisation
+        without = hvd.SyncBatchNorm(3, track_running_stats=False).double().eval()
+        assert torch.allclose(without(mine), torch.nn.BatchNorm1d(3, track_running_stats=False).double()(mine))
+    (first,) = torch.autograd.grad(sync.train()(mine).square().sum(), mine, create_graph=True)
+    if size > 1:
+        raises(RuntimeError, lambda: first.sum().backward(), "once_differentiable")
     raises(ValueError, lambda: sync(torch.ones(3)), "2 dim")
     alone = [hvd.add_process_set([r]) for r in range(size)] if size > 1 else [hvd.global_process_set]
     own = hvd.SyncBatchNorm(3, process_set=alone[rank]).double()  # one rank: plain batch normalisation

@@ -165,6 +165,45 @@ def check_gradients():
     raises(NotImplementedError, lambda: hvd.allreduce(x, op=hvd.Max).sum().backward(), "Max")
 
 
+def check_second_gradients_are_an_error():
+    """A penalty on gradients lost its term without a word."""
+    x = torch.ones(hvd.size(), requires_grad=True)
+    for run in (hvd.allreduce, hvd.allgather, lambda x: hvd.broadcast(x, 0), hvd.alltoall, hvd.reducescatter):
+        (first,) = torch.autograd.grad(run(x * x).square().sum(), x, create_graph=True)
+        raises(RuntimeError, lambda first=first: first.sum().backward(), "once_differentiable")
+
+
+def check_rows_that_alltoall_leaves_out():
+    """Their gradient is zero; the backward raised."""
+    x = torch.ones(2 * hvd.size() + 1, 2, requires_grad=True)
+    hvd.alltoall(x, splits=torch.full((hvd.size(),), 2, dtype=torch.int32))[0].sum().backward()
+    same(x.grad, torch.tensor([1.0] * 2 * hvd.size() + [0.0]).view(-1, 1).expand(-1, 2))
+
+
+def check_inference_mode():
+    """Its tensors cannot be written elsewhere: the thread of the operations could not, and no rank went on."""
+    if hvd.engine_name() != "torch":
+        return
+    with torch.inference_mode():
+        mine, root = torch.arange(4.0) + hvd.rank(), hvd.size() - 1
+        every = torch.stack([torch.arange(4.0) + rank for rank in range(hvd.size())])
+        same(hvd.allreduce(mine, op=hvd.Sum), every.sum(0))
+        same(hvd.allgather(mine), every.flatten())
+        same(hvd.grouped_allreduce([mine, mine.int()], op=hvd.Sum)[1], every.int().sum(0, dtype=torch.int32))
+        same(hvd.broadcast(mine, root), every[root])
+        same(hvd.broadcast_(mine.clone(), root), every[root])
+        assert hvd.broadcast_object({"rank": hvd.rank()}, root) == {"rank": root}
+        made = hvd.allgather(torch.ones(1))
+    assert made.sum() == hvd.size()
+
+
+def check_means_of_small_numbers():
+    """The sum of 200 and 200 is no uint8; their mean is."""
+    if hvd.engine_name() == "torch":
+        for dtype, value in ((torch.uint8, 200), (torch.int8, 100), (torch.int8, -100), (torch.int16, 30000)):
+            same(hvd.allreduce(torch.full((3,), value, dtype=dtype)), torch.full((3,), value, dtype=dtype))
+
+
 def check_order_and_handles():
     """Named operations in another order on every rank; poll and a second synchronize."""
     names = [f"order.{i}" for i in range(5)]

@@ -202,9 +202,14 @@ def test_saves_of_which_none_has_ended_are_none(kept: Path) -> None:
 
 
 def test_a_file_is_no_folder(kept: Path) -> None:
+    kept.mkdir()
+    (kept / "00000007-01234567").write_text("")  # nor a generation
+    checkpoint.save(numbered(1), kept).wait()
+    assert loaded(kept)[0] == 1
+    shutil.rmtree(kept)
     kept.write_text("")
     for act in (lambda: checkpoint.load({}, kept), lambda: checkpoint.save(numbered(1), kept)):
-        with pytest.raises(CommError, match=f"{kept} is a file and not a folder"):
+        with pytest.raises(CommError, match=f"^rank 0: {kept} is a file and not a folder"):
             act()
 
 

@@ -22,6 +22,7 @@ def test_tensors_that_can_travel():
         ([torch.ones(2, 3).t()], "contiguous"),
         ([torch.ones(2).to_sparse()], "dense"),
         ([torch.ones(2), torch.ones(2, device="meta")], "one device"),
+        ([torch.ones(2, device="meta")], "a tensor with memory of its own, but got a Tensor on meta"),
     ],
 )
 def test_tensors_that_can_not(tensors, text):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commsched.pipeline import Pipeline
+from commsched.pipeline.factory import save_shard
 from tests.support.pipeline_runs import (
     ROUNDING,
     WIDTH,
@@ -302,3 +303,242 @@ def test_adam_steps_a_pipeline_of_one_layer() -> None:
     model, data = Called(linears(1)), batches(2)
     weights, _, _ = train(model, data, 1, adam, mesh=(1, 1), num_microbatches=2)
     assert_close(weights, in_one_process(model, data, adam)[0])
+
+
+# -- what a forward returns, and how autograd sees a cut -----------------------------------------------------
+
+
+class Returns(Called):
+    """Its output has an input, or what was made of inputs alone, beside what the layers computed."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(linears(4))
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return (y, x) if self.kind == "input" else {"out": y, "mask": (x > 0).to(x.dtype)}
+
+
+def loss_of_both(outputs: Any, targets: Tensor) -> Tensor:
+    first, second = outputs.values() if isinstance(outputs, dict) else outputs
+    return ((first - second).square() * second.abs() + (first - targets).square()).mean()
+
+
+@pytest.mark.parametrize("kind", ["input", "mask"])
+def test_outputs_may_be_made_of_inputs_alone(kind: str) -> None:
+    """The last stage had only the shape of such an input, and its loss took zeros for it."""
+    model, data = Returns(kind), batches(3)
+    weights, losses, _ = train(model, data, 2, momentum, loss_of_both, mesh=(2, 1), num_microbatches=2)
+    wanted, expected = in_one_process(model, data, loss=loss_of_both)
+    assert losses == pytest.approx(expected, rel=ROUNDING)
+    assert_close(weights, wanted)
+
+
+class Reversed(torch.autograd.Function):
+    """Gives back its own input, whose gradient changes its sign."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return -0.5 * grad
+
+
+class Adversary(Called):
+    def forward(self, x: Tensor) -> Tensor:
+        for number, part in enumerate(self.parts):
+            x = torch.tanh(part(Reversed.apply(x) if number == 2 else x))
+        return x
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_autograd_function_at_a_cut_gets_a_gradient(ranks: int) -> None:
+    """Autograd detached the value that had come from the stage before, which got no gradient."""
+    model, data = Adversary(linears(4)), batches(3)
+    options: dict[str, Any] = {"schedule": "interleaved", "virtual": 2} if ranks == 1 else {}
+    weights, _, _ = train(
+        model, data, ranks, momentum, mesh=(ranks, 1), num_microbatches=2, cuts=[0, 2], **options
+    )
+    assert_close(weights, in_one_process(model, data)[0])
+
+
+class Spectrum(nn.Module):
+    """Complex numbers cross the cut before its second part."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part, self.linear = part, nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft(self.linear(x)) if self.part == "to" else self.linear(torch.fft.ifft(x).real)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_complex_numbers_cross_a_cut(recompute: bool) -> None:
+    torch.manual_seed(0)
+    model, data = nn.Sequential(Spectrum("to"), Spectrum("from")), batches(3)
+    weights, _, _ = train(
+        model, data, 2, momentum, mesh=(2, 1), num_microbatches=2, cuts=[0, 1], recompute=recompute
+    )
+    assert_close(weights, in_one_process(model, data)[0])
+
+
+def test_a_required_argument_may_be_none() -> None:
+    class Masks(Called):
+        def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+            return super().forward(x if mask is None else x * mask)
+
+    model, data = Masks(linears(4)), [((x, None), y) for x, y in batches(2)]
+    weights, _, _ = train(model, data, 2, momentum, mesh=(2, 1), num_microbatches=2)
+    assert_close(weights, in_one_process(model, data)[0])
+
+
+# -- modes, checkpoints in memory, and states ----------------------------------------------------------------
+
+
+class Drops(Called):
+    def __init__(self, parts: Any) -> None:
+        super().__init__(parts)
+        self.drop = nn.Dropout(0.9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.drop(x))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_modes_set_before_an_evaluation_last(trains: bool) -> None:
+    """The end of the evaluation undid them for good: a model made for evaluation was trained as such."""
+    model = Drops(linears(4))
+    model.train(not trains)
+    batch = batches(1)[0]
+    wanted = loss_of(copy.deepcopy(model).eval()(batch[0]), batch[1]).item()
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def work(fabric: Any) -> Any:
+        mine = models[fabric.rank]
+        pipeline = Pipeline(mine, mesh=(2, 1), loss=loss_of, optimizer=sgd, fabric=fabric, num_microbatches=2)
+        mine.train(trains)
+        losses = [pipeline.evaluate(batch) for _ in range(2)]
+        pipeline.step(batch)
+        parts = [part for stage in pipeline.stages.values() for part in stage.module.modules()]
+        return losses, {part.training for part in parts if isinstance(part, nn.Dropout | nn.Linear)}
+
+    for losses, modes in on_threads(2, work):
+        assert losses == pytest.approx([wanted] * 2, rel=ROUNDING) and modes == {trains}
+
+
+@pytest.mark.parametrize("optimizer", [momentum, adam])
+def test_a_checkpoint_in_memory_stays_as_it_was(optimizer: Any) -> None:
+    """Training went on in the tensors of the optimizer's state that were kept."""
+    model, data = Called(linears(4)), batches(6)
+    wanted, _ = in_one_process(model, data, optimizer)
+
+    def work(fabric: Any) -> Any:
+        def made() -> Pipeline:
+            return Pipeline(
+                copy.deepcopy(model), mesh=(2, 1), loss=loss_of, optimizer=optimizer, fabric=fabric
+            )
+
+        first, found = made(), []
+        for batch in data[:3]:
+            first.step(batch)
+        kept = first.checkpoint()
+        for batch in data[3:]:
+            first.step(batch)
+        for _ in range(2):
+            again = made()
+            again.resume(kept)
+            for batch in data[3:]:
+                again.step(batch)
+            found.append(again.state_dict())
+        return found
+
+    for found in on_threads(2, work):
+        for weights in found:
+            assert_close(weights, wanted)
+
+
+def test_a_state_of_other_shapes_is_refused() -> None:
+    """(1, 4) filled (4, 4) without a word."""
+    pipeline = attempt()
+    state = pipeline.state_dict()
+    name = next(key for key, value in state.items() if value.dim() == 2)
+    with pytest.raises(ValueError, match=rf"{name} has the shape \(1, {WIDTH}\), and the model's has"):
+        pipeline.load_state_dict({**state, name: state[name][:1]})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda params: None, "must return an optimizer, but returned NoneType"),
+        (lambda params: (sgd(params), "schedule"), "must return an optimizer, but returned tuple"),
+        (lambda params: sgd(list(chain_model(2).parameters())), "of the parameters that it is given"),
+    ],
+)
+def test_factories_that_make_no_optimizer_of_a_stage_are_refused(make: Any, message: str) -> None:
+    """The first and the last never trained."""
+    with pytest.raises(ValueError, match=message):
+        attempt(optimizer=make)
+
+
+def test_groups_may_be_chosen_by_attributes_of_parameters() -> None:
+    """As in state space models; all parameters were decayed."""
+
+    def grouped(params: Any) -> torch.optim.Optimizer:
+        kept = [p for p in params if getattr(p, "_no_weight_decay", False)]
+        rest = [p for p in params if not getattr(p, "_no_weight_decay", False)]
+        groups = [{"params": rest, "weight_decay": 0.5}, {"params": kept}]
+        return torch.optim.SGD([group for group in groups if group["params"]], lr=0.1)
+
+    model, data = Called(linears(4)), batches(2)
+
+    def marked(model: nn.Module) -> nn.Module:
+        for part in model.parts:
+            part.bias._no_weight_decay = True
+        return model
+
+    stepper = grouped(list(marked(plain := copy.deepcopy(model)).parameters()))
+    for inputs, targets in data:
+        stepper.zero_grad()
+        loss_of(plain(inputs), targets).backward()
+        stepper.step()
+
+    def work(fabric: Any) -> Any:
+        mine = marked(copy.deepcopy(model))
+        pipeline = Pipeline(
+            mine, mesh=(2, 1), loss=loss_of, optimizer=grouped, fabric=fabric, num_microbatches=2
+        )
+        for batch in data:
+            pipeline.step(batch)
+        return pipeline.state_dict()
+
+    for weights in on_threads(2, work):
+        assert_close(weights, plain.state_dict())
+
+
+def test_hooks_of_parameters_that_are_not_called_are_told() -> None:
+    model = chain_model(2)
+    name, parameter = next(iter(model.named_parameters()))
+    parameter.register_hook(lambda grad: grad.clamp(-1, 1))
+    with pytest.warns(UserWarning, match=f"the hooks of {name} are not called: .* optimizer=None"):
+        attempt(model=model)
+
+
+def test_an_evaluation_in_inference_mode() -> None:
+    pipeline, batch = attempt(), batches(1)[0]
+    wanted = pipeline.evaluate(batch)
+    fresh = attempt()
+    with torch.inference_mode():
+        assert fresh.evaluate(batch) == wanted
+    fresh.step(batch)
+
+
+def test_a_saved_buffer_may_be_a_part_of_another(tmp_path: Any) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    table = torch.arange(4.0).view(2, 2)
+    save_shard(tmp_path, {"table": table, "first": table[:1], "again": table}, 0, 1)
+    found = safetensors.load_file(str(tmp_path / "model-00001-of-00001.safetensors"))
+    assert torch.equal(found["first"], table[:1]) and torch.equal(found["table"], table) and len(found) == 2

@@ -63,8 +63,17 @@ def test_a_wrong_port_is_named(monkeypatch, port):
 
 
 def test_rank_0_does_not_answer():
-    with pytest.raises(RuntimeError, match="rank 0 did not answer on 127.0.0.1, port 1,"):
+    said = r"rank 0 did not answer on 127.0.0.1, port 1, .*: Connection refused; is it running"
+    with pytest.raises(CommError, match=said):
         first_reachable(["127.0.0.1"], 1, timeout=0.2)
+
+
+def test_addresses_of_ipv6_are_refused_at_once():
+    """Every rank waited for the whole time-out, and asked whether rank 0 was running."""
+    with pytest.raises(
+        CommError, match=r"rank 0 is at ::1, of IPv6, and ranks meet over IPv4: .*MASTER_ADDR"
+    ):
+        first_reachable(["::1"], 1, timeout=3600)
 
 
 def test_localhost_is_dialled_over_ipv4():

@@ -261,3 +261,82 @@ def test_tiles_of_another_grid_are_refused() -> None:
             model(spatial.scatter(image()))
 
     on_threads(2, work)
+
+
+# -- what dry runs leave in a model --------------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """Counts its forwards, keeps a grid for the input's device, and collects losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(2, 2, 3, padding=1) for _ in range(2))
+        self.count, self.grid, self.losses, self.seen = 0, None, [], {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if self.grid is None:
+            self.grid = torch.linspace(-1, 1, 2, dtype=x.dtype, device=x.device).view(1, 2, 1, 1)
+        self.losses.append(self.count)
+        self.seen[self.count] = True
+        x = self.first(x * self.grid)
+        return self.second(x) / self.count
+
+
+def test_dry_runs_leave_a_model_as_it_was() -> None:
+    """Fused halos are chosen by forwards without data; what they left in the model spoiled the real ones."""
+    torch.manual_seed(0)
+    model, x = Keeps().double(), image()
+    plain = copy.deepcopy(model)
+    wanted = [plain(x) for _ in range(6)]
+
+    def work(channel: Channel) -> Any:
+        mine = spatial.shard(copy.deepcopy(model), GRID, channel=channel)
+        found = [spatial.gather(mine(spatial.scatter(x))) for _ in range(6)]
+        return found, mine.count, mine.losses, len(mine.seen)
+
+    exact = rounding(torch.float64, 18, 8)
+    for found, *kept in on_threads(2, work):
+        assert kept == [6, [1, 2, 3, 4, 5, 6], 6]
+        for each, whole in zip(found, wanted, strict=True):
+            torch.testing.assert_close(each, whole, rtol=exact, atol=exact)
+
+
+def test_class_weights_with_any_index_to_ignore() -> None:
+    torch.manual_seed(0)
+    scores, wanted = torch.randn(2, 3, 8, 8).double(), torch.randint(3, (2, 8, 8))
+    wanted[:, :3] = 255
+    weight = torch.tensor([0.5, 1.0, 2.0]).double()
+    loss = F.cross_entropy(scores, wanted, weight, ignore_index=255)
+
+    def work(channel: Channel) -> Any:
+        def function(x: Tensor) -> Tensor:
+            return F.cross_entropy(x, spatial.scatter(wanted), weight, ignore_index=255)
+
+        return spatial.gather(spatial.shard(Calls(function), GRID, channel=channel)(spatial.scatter(scores)))
+
+    for found in on_threads(2, work):
+        torch.testing.assert_close(found, loss, rtol=rounding(torch.float64, 128), atol=0.0)
+
+
+def test_gradients_of_two_types_are_summed() -> None:
+    def work(channel: Channel) -> Any:
+        model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1).double())
+        mine = spatial.shard(Casts(model), GRID, channel=channel)
+        mine(spatial.scatter(image().float())).sum().backward()
+        spatial.sum_gradients(mine.parameters())
+        return [p.grad.dtype for p in mine.parameters()]
+
+    assert on_threads(2, work) == [[torch.float32] * 2 + [torch.float64] * 2] * 2
+
+
+class Casts(nn.Module):
+    def __init__(self, parts: nn.Sequential) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x.to(part.weight.dtype))
+        return x
