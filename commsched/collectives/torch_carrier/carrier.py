@@ -213,7 +213,9 @@ def check_tensors(kind: str, tensors: Sequence[torch.Tensor], reduces: bool = Fa
 def _has_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's elements lie where it says: not on meta, nor in a wrapper of others."""
     try:
-        return not tensor.is_meta and (not tensor.numel() or tensor.data_ptr() != 0)
+        # A subclass may answer with the address of a tensor that it holds, whose size is another one.
+        with torch._C.DisableTorchFunctionSubclass():
+            return not tensor.is_meta and (not tensor.numel() or tensor.data_ptr() != 0)
     except RuntimeError:  # a wrapper without storage
         return False
 
