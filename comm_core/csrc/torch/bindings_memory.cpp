@@ -21,8 +21,6 @@
 //
 // No function here counts its own call: they borrow the tensors inside of Python's objects (THPVariable_Unpack), where
 // pybind's conversion to at::Tensor would add a reference.
-#include "bindings_memory.h"
-
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
@@ -37,6 +35,8 @@
 #include <set>
 #include <string>
 #include <vector>
+
+#include "bindings.h"
 
 namespace commsched {
 namespace {
