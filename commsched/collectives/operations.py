@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from inspect import Signature, signature
 from typing import Any, ParamSpec
@@ -33,10 +33,22 @@ def _start(
     """Start a collective of one tensor, or of a list of tensors as one operation; `arguments` are
     ``Collective``'s other fields.
     """
-    single = isinstance(tensors, torch.Tensor)
-    each = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    set_id = registered_id(process_set)
-    return carrier().start(Collective(kind, each, name, set_id, grouped=not single, **arguments))
+    each, grouped = _tensors_of(kind, tensors), not isinstance(tensors, torch.Tensor)
+    return carrier().start(
+        Collective(kind, each, name, registered_id(process_set), grouped=grouped, **arguments)
+    )
+
+
+def _tensors_of(kind: str, given: Any) -> list[torch.Tensor]:
+    """Return a collective's one tensor, or those of its group."""
+    each = list(given) if isinstance(given, Iterable) and not isinstance(given, torch.Tensor) else [given]
+    for thing in each:
+        if not isinstance(thing, torch.Tensor):
+            raise ValueError(
+                f"{kind} takes a tensor, or several as one group, but got a {type(thing).__name__}; pass"
+                " torch.as_tensor(value), or use broadcast_object or allgather_object"
+            )
+    return each
 
 
 def poll(handle: int) -> bool:
@@ -101,7 +113,7 @@ def allgather(
 ) -> torch.Tensor:
     """Concatenate the tensors of all ranks on the first dimension, whose size may differ; differentiable."""
     if not isinstance(tensor, torch.Tensor):  # the tensors of a group
-        return Allgather.apply(name, process_set, True, *tensor)
+        return Allgather.apply(name, process_set, True, *_tensors_of("allgather", tensor))
     return Allgather.apply(name, process_set, False, tensor)[0]
 
 
@@ -196,7 +208,7 @@ def _compressed(
 ) -> Any:
     """Run a differentiable reduction of a compressed tensor, or of several as one operation."""
     several = not isinstance(tensors, torch.Tensor)
-    pairs = [compression.compress(tensor) for tensor in (tensors if several else [tensors])]
+    pairs = [compression.compress(tensor) for tensor in _tensors_of(kind, tensors)]
     small = [tensor for tensor, _ in pairs]
     results = Reduce.apply(kind, reduction, name, process_set, several, *small)
     restored = [compression.decompress(result, context) for result, (_, context) in zip(results, pairs)]
@@ -332,29 +344,53 @@ def loads(data: torch.Tensor) -> Any:
     return pickle.loads(data.numpy().tobytes())
 
 
+def _pickled(obj: Any) -> tuple[torch.Tensor, torch.Tensor, Exception | None]:
+    """Return an object's bytes and their number.
+
+    Of an object that cannot be pickled, return the reason's bytes, minus their number, and the exception: other
+    ranks wait for bytes, and would end in their time-out without a reason.
+    """
+    try:
+        data, failure = dumps(obj), None
+    except Exception as error:
+        reason = f"rank {rank()} could not pickle the {type(obj).__name__} that it was to send: {error}"
+        data, failure = dumps(reason), error
+    size = data.numel() if failure is None else -data.numel()
+    return data, torch.tensor([size], dtype=torch.int64, device="cpu"), failure
+
+
+def _unpickled(data: torch.Tensor, size: int) -> Any:
+    """Return the object that ``_pickled`` was given, or raise the reason that it sent instead."""
+    if size < 0:
+        raise ValueError(loads(data))
+    return loads(data)
+
+
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Return rank `root_rank`'s `obj`, which is pickled, on every rank; the root gets `obj` itself."""
     sends = rank() == root_rank
-    data = dumps(obj) if sends else torch.empty(0, dtype=torch.uint8, device="cpu")
-    length = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
-    broadcast_(length, root_rank, name and f"{name}.length", process_set)
+    data, size, failure = _pickled(obj if sends else None)
+    broadcast_(size, root_rank, name and f"{name}.length", process_set)
     if not sends:
-        data = torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")
+        data = data.new_empty(abs(int(size)))
     broadcast_(data, root_rank, name and f"{name}.data", process_set)
-    return obj if sends else loads(data)
+    if failure is not None:
+        raise failure
+    return obj if sends else _unpickled(data, int(size))
 
 
 def allgather_object(
     obj: Any, name: str | None = None, *, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """Return every rank's `obj`, in rank order."""
-    data = dumps(obj)
-    length = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
-    lengths = allgather(length, name and f"{name}.length", process_set)
-    gathered = allgather(data, name and f"{name}.data", process_set)
-    return [loads(part) for part in gathered.split(lengths.tolist())]
+    data, size, failure = _pickled(obj)
+    sizes = allgather(size, name and f"{name}.length", process_set).tolist()
+    gathered = allgather(data, name and f"{name}.data", process_set).split([abs(size) for size in sizes])
+    if failure is not None:
+        raise failure
+    return [_unpickled(*sent) for sent in zip(gathered, sizes)]
 
 
 # -- gradients, the same with every carrier ------------------------------------------------------------------

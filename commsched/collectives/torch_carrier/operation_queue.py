@@ -513,11 +513,14 @@ def _alltoall(group: RankGroup, operation: Operation, splits: list[list[int]]) -
 class Timeline:
     """Records this rank's operations for chrome://tracing, with the event names of Horovod's timeline.
 
-    Collects events and writes them as one JSON list when closed.
+    Collects events and writes them as one JSON list when closed. Makes the file at once, so that a path that
+    cannot be written is an error before the recording.
     """
 
     def __init__(self, path: str, rank: int, mark_cycles: bool) -> None:
         self._path, self._rank, self._mark_cycles = Path(path), rank, mark_cycles
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.touch()
         self._lock = threading.Lock()
         self._start = time.monotonic()
         self._lanes: dict[str, int] = {}

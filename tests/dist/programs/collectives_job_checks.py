@@ -2,6 +2,8 @@
 
 import json
 import tempfile
+import threading
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -86,6 +88,12 @@ def check_objects_and_parameters():
     assert hvd.broadcast_object((lambda: 5) if rank == 0 else None, 0)() == 5
     assert hvd.allgather_object(rank, "named", process_set=hvd.global_process_set) == list(range(size))
     assert hvd.broadcast_object(rank, size - 1, "named") == size - 1
+    # An object that one rank cannot pickle is an error on all of them: the others would wait for it.
+    failing = rank == size - 1
+    odd, error = (threading.Lock(), TypeError) if failing else (rank, ValueError)
+    text = "pickle" if failing else f"rank {size - 1} could not pickle the lock"
+    for share in (hvd.allgather_object, partial(hvd.broadcast_object, root_rank=size - 1)):
+        raises(error, partial(share, odd), text)
     torch.manual_seed(rank)
     model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3))
     model[0].weight.data = model[0].weight.data.to(memory_format=torch.channels_last)  # not contiguous

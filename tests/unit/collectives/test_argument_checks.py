@@ -1,8 +1,10 @@
 """Arguments that are wrong whatever the other ranks do: ``ValueError`` before anything is sent."""
 
+import numpy as np
 import pytest
 import torch
 
+import commsched
 from commsched.collectives.job import ProcessSet, registered_id
 from commsched.collectives.torch_carrier.carrier import check_tensors, row_splits
 
@@ -28,6 +30,18 @@ def test_tensors_that_can_travel():
 def test_tensors_that_can_not(tensors, text):
     with pytest.raises(ValueError, match=text):
         check_tensors("allreduce", tensors, reduces=True)
+
+
+@pytest.mark.parametrize("given", [1.0, np.ones(2), [torch.ones(2), 1], "text"])
+@pytest.mark.parametrize(
+    "operation",
+    ["allreduce", "allgather", "reducescatter", "alltoall", "allreduce_async", "grouped_allgather"],
+)
+def test_what_is_no_tensor(operation, given):
+    with pytest.raises(
+        ValueError, match="takes a tensor, or several as one group, but got a (float|int|str)"
+    ):
+        getattr(commsched, operation)(given)
 
 
 def test_splits():

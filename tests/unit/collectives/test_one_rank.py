@@ -156,8 +156,14 @@ def test_timeline_of_operations(tmp_path):
 
 def test_timeline_asked_for_as_in_horovod(monkeypatch, tmp_path):
     monkeypatch.setenv("COMMSCHED_RUNTIME", "torch")
-    monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "t.json"))
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "new" / "t.json"))
     hvd.init()
     hvd.allreduce(torch.ones(1), name="seen")
     hvd.shutdown()
-    assert "allreduce.seen" in (tmp_path / "t.json").read_text()
+    assert "allreduce.seen" in (tmp_path / "new" / "t.json").read_text()
+
+
+def test_a_timeline_that_cannot_be_written_is_an_error_at_its_start(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        Timeline(str(tmp_path / "file" / "t.json"), 0, mark_cycles=False)
