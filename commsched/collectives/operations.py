@@ -347,8 +347,8 @@ def loads(data: torch.Tensor) -> Any:
 def _pickled(obj: Any) -> tuple[torch.Tensor, torch.Tensor, Exception | None]:
     """Return an object's bytes and their number.
 
-    Of an object that cannot be pickled, return the reason's bytes, minus their number, and the exception: other
-    ranks wait for bytes, and would end in their time-out without a reason.
+    Of an object that cannot be pickled, return the reason's bytes, minus their number, and the exception:
+    other ranks wait for bytes, and would end in their time-out without a reason.
     """
     try:
         data, failure = dumps(obj), None

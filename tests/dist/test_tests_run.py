@@ -26,8 +26,10 @@ def path(tmp_path: Path) -> Path:
     return folder
 
 
-def run(folder: Path, path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """tests/run in a checkout with nothing to install; its Python says what it was asked to do."""
+def run(
+    folder: Path, path: Path, *arguments: str, failing: str = "none", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """tests/run in a checkout with nothing to install; its Python says what it does and fails as told."""
     checkout = folder / "checkout"
     for name in ("docker", "tests/support", "tests/native", "comm_core", "env/bin"):
         (checkout / name).mkdir(parents=True)
@@ -35,7 +37,9 @@ def run(folder: Path, path: Path, *arguments: str, **variables: str) -> subproce
         shutil.copy(ROOT / name, checkout / name)
     make_script(checkout / "docker/install.sh", "")
     make_script(checkout / "env/bin/clang-format", "")
-    answer = f'case $2 in tests.*) exec {sys.executable} "$@" ;; *) echo "ran $*" ;; esac'
+    answer = (
+        f'case $2 in tests.*) exec {sys.executable} "$@" ;; *) echo "ran $*" ;; esac; [ "$2" != {failing} ]'
+    )
     make_script(checkout / "env/bin/python", answer)
     env = {"PATH": str(path), "HOME": str(folder), "VIRTUAL_ENV": str(checkout / "env")} | variables
     command = ["/bin/bash", str(checkout / "tests/run"), *(arguments or ("tests/unit",))]
@@ -54,8 +58,15 @@ def test_root_gets_what_the_tests_need(tmp_path: Path, path: Path) -> None:
     assert asked(tmp_path)[1].endswith(f"install -y --no-install-recommends {WANTED}")
     *_, tests, times = result.stdout.splitlines()
     assert tests == "ran -m pytest tests/unit"
-    took = ", ".join(rf"{name} \d+ s" for name in ("format", "clang-format", "ruff", "mypy", "pytest"))
+    took = ", ".join(rf"{name} \d+ s" for name in ("format", "clang-format", "ruff", "pytest", "mypy"))
     assert re.fullmatch(rf"tests/run: \d+ s \({took}\)", times)
+
+
+@pytest.mark.parametrize("failing", ["pytest", "mypy"])
+def test_what_fails_beside_the_other_one_is_told(tmp_path: Path, path: Path, failing: str) -> None:
+    result = run(tmp_path, path, failing=failing)
+    assert result.returncode == 1
+    assert ("ran -m mypy" in result.stdout) == (failing == "mypy") and "ran -m pytest" in result.stdout
 
 
 @pytest.mark.parametrize("how", ["", "--all"])
