@@ -12,7 +12,17 @@ from torch import Tensor
 from commsched.spatial.fetch import Dim, ExchangePlan, assembled, fetch, make_plan
 from commsched.spatial.intervals import Run, Split, Want
 from commsched.spatial.mesh import Mesh, apply, once, spread
-from commsched.spatial.tile import MOVES, Cut, Cuts, Tile, Unsupported, cut_axes, local_of, tree_map
+from commsched.spatial.tile import (
+    MOVES,
+    CopiedView,
+    Cut,
+    Cuts,
+    Tile,
+    Unsupported,
+    cut_axes,
+    local_of,
+    tree_map,
+)
 
 Wants = Mapping[int, tuple[Want, ...]]  # per mesh axis, per part along it
 
@@ -233,6 +243,7 @@ class Folded(Tile):
         if self._whole is None or version < 0 or self._whole[0] != version:
             gathered = replicate(self.base)
             whole = Tile.make(gathered.local.reshape(tuple(self.shape)), self.mesh, gathered.cuts)
+            whole.copied = (*self.copied, CopiedView("a reshape", self.base))
             self._whole = version, whole
         return self._whole[1]
 

@@ -438,8 +438,8 @@ def interpolate(
             or sizes[dim] != input.shape[dim]
             or scales[dim] not in (None, 1.0)
         ):
-            tile = _resample(tile, dim, taps, input.dtype)
-    return tile
+            tile = _resample(tile, dim, taps)
+    return input.clone() if tile is input else tile.to(input.dtype)  # rounded once, as torch does
 
 
 def _sizes(
@@ -515,7 +515,7 @@ def _smooth_taps(
     return Taps(torch.minimum(index, last.unsqueeze(1) - 1), weight / weight.sum(1, keepdim=True))
 
 
-def _resample(tile: Tile, dim: int, taps: Taps, dtype: torch.dtype) -> Tile:
+def _resample(tile: Tile, dim: int, taps: Taps) -> Tile:
     axis = next((a for a, cut in cut_axes(tile.cuts) if cut.dim == dim), None)
     cuts, index, weight = tile.cuts, taps.index, taps.weight
     if axis is None:
@@ -530,7 +530,7 @@ def _resample(tile: Tile, dim: int, taps: Taps, dtype: torch.dtype) -> Tile:
         rows = slice(*split.held(own))
         index, weight = index[rows] - spans[own][0], None if weight is None else weight[rows]
         cuts = tuple(Cut(dim, split) if a == axis else c for a, c in enumerate(cuts))
-    return Tile.make(_weighted(buffer, dim, index, weight, dtype), tile.mesh, cuts)
+    return Tile.make(_weighted(buffer, dim, index, weight), tile.mesh, cuts)
 
 
 def _follow(source: Split, taps: Taps) -> Split:
@@ -561,11 +561,11 @@ def _span(index: Tensor) -> tuple[int, int]:
     return (0, 0) if index.numel() == 0 else (int(index.min()), int(index.max()) + 1)
 
 
-def _weighted(buffer: Tensor, dim: int, index: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _weighted(buffer: Tensor, dim: int, index: Tensor, weight: Tensor | None) -> Tensor:
     index = index.to(buffer.device)
     if weight is None:
         return buffer.index_select(dim, index[:, 0])
-    weight = weight.to(buffer.device, dtype)
+    buffer, weight = buffer.to(weight.dtype), weight.to(buffer.device)
     shape = (-1, *(1,) * (-1 - dim))
     taps = range(index.shape[1])
     parts = [buffer.index_select(dim, index[:, k]) * weight[:, k].view(shape) for k in taps]

@@ -65,6 +65,27 @@ def test_half_precision_is_added_up_in_float32(name: str, dtype: torch.dtype) ->
         torch.testing.assert_close(found, wanted, rtol=4 * torch.finfo(dtype).eps, atol=0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_half_precision_is_interpolated_as_exactly_as_torch_does(mode: str, dtype: torch.dtype) -> None:
+    """Each weighted pixel and each dimension was rounded on its own."""
+
+    def function(x: Tensor) -> Tensor:
+        return F.interpolate(x, size=(23, 45), mode=mode)
+
+    x = torch.randn(1, 2, 30, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = function(x.double())
+    torchs = (function(x).double() - exact).abs().max()
+
+    def work(channel: Channel) -> Tensor:
+        model = spatial.shard(Calls(function), GRID, channel=channel)
+        return spatial.gather(model(spatial.scatter(x))).local
+
+    for found in on_threads(2, work):
+        # Both round one sum in float32, of which the last bits may differ.
+        assert (found.double() - exact).abs().max() <= torchs + rounding(torch.float32, 64)
+
+
 class Calls(nn.Module):
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -144,6 +165,73 @@ def test_writes_to_a_gathered_image_reach_the_tile(name: str) -> None:
     on_threads(2, work)
 
 
+VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "channels": (lambda y: y[:, 1:3], ""),
+    "a crop": (lambda y: y[..., 1:3, 2:7], ""),
+    "tokens": (lambda y: y.flatten(2).transpose(1, 2), ""),
+    "rows and columns": (lambda y: y.transpose(2, 3), ""),
+    "windows": (lambda y: y.view(2, 4, 2, 3, 4, 2), ""),
+    "what torch copies": (lambda y: y.transpose(2, 3).reshape(2, 4, -1), ""),
+    "padded by nothing": (lambda y: F.pad(y, (0, 0)), ""),
+    "rolled by nothing": (lambda y: y.roll(8, 3), ""),
+    "of its own size": (lambda y: F.interpolate(y, scale_factor=1.0, mode="bilinear"), ""),
+    "a column": (lambda y: y[..., 0], r"y\[...\]"),
+    "a token": (lambda y: y.flatten(2)[..., 3], r"y\[...\]"),
+    "windows across the cut": (lambda y: y.view(2, 4, 6, 1, 8)[:, 1:].view(2, 3, 3, 2, 8), r"y.view\(...\)"),
+    "half of the image": (lambda y: y.chunk(2, 3)[1], r"y.chunk\(...\)"),
+    "a view of a copy": (lambda y: y[..., 0][:, 1:].unsqueeze(0), r"y\[...\]"),
+    "all pixels": (lambda y: y.ravel(), r"y.ravel\(...\)"),
+    "the diagonal": (lambda y: y.diagonal(0, 2, 3), r"y.diagonal\(...\)"),
+}
+
+
+@pytest.mark.parametrize("order", ["write to the view", "write to the viewed", "write to the view alone"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_share_memory_as_in_one_process_or_refuse_writes(name: str, order: str) -> None:
+    view, refused = VIEWS[name]
+
+    def function(x: Tensor) -> Tensor:
+        y = x * 1
+        part = view(y)
+        if order == "write to the view alone":
+            del y
+            part += 3
+            return part.sum()
+        (part if order == "write to the view" else y).mul_(2)
+        return (y if order == "write to the view" else part).square().sum()
+
+    x = torch.arange(2.0 * 4 * 6 * 8).double().view(2, 4, 6, 8)
+    wanted = function(x)
+
+    def work(channel: Channel) -> None:
+        model = spatial.shard(Calls(function), (2, 2), channel=channel, unsupported="gather")
+        if refused and order != "write to the view alone":
+            with pytest.raises(ValueError, match=rf"Calls: {refused} is a copy on a grid of \(2, 2\)"):
+                model(spatial.scatter(x))
+        else:
+            assert torch.equal(spatial.gather(model(spatial.scatter(x))).local, wanted)
+
+    on_threads(4, work)
+
+
+def test_a_write_to_a_view_reaches_the_margins_of_its_tile() -> None:
+    """A view without the wide halo of its tile left the halo as it was."""
+    layers = nn.ModuleList(nn.Conv2d(2, 2, 3, padding=1) for _ in range(3)).double()
+
+    def function(x: Tensor) -> Tensor:
+        y = layers[1](layers[0](x))
+        y.view(2, 2, -1).mul_(2)
+        return layers[2](y)
+
+    wanted = function(image())
+
+    def work(channel: Channel) -> None:
+        model = spatial.shard(Calls(function), GRID, channel=channel, fuse_halo=3)
+        torch.testing.assert_close(spatial.gather(model(spatial.scatter(image()))).local, wanted)
+
+    on_threads(2, work)
+
+
 def changed_between(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     first = function(x)
     x.mul_(2)
@@ -164,7 +252,7 @@ WITH_ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
     "pixels": lambda x: torch.where(x > 0)[3],
     "index": lambda x: x[True] + x[:, None, 0],
     "tuple": lambda x: torch.sort(x, 2, out=(y := x * 0, (x * 0).long())).values + y,
-    "changed tokens": lambda x: changed_between(x.flatten(2), lambda y: y.cumsum(-1)),
+    "changed tokens": lambda x: changed_between((x * 1).flatten(2), lambda y: y.cumsum(-1)),
     "scale": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True, scale=0.1),
     "weighted": lambda x: F.mse_loss(x, 2 * x, weight=x.abs()),
     "sum over classes": lambda x: F.cross_entropy(x, (x[:, 0] > 0).long(), size_average=False),
