@@ -465,7 +465,7 @@ def _refused_or_gathered(func: Any, args: tuple, kwargs: dict, why: str, gather:
         for tile, copy_ in zip(tiles, tiles_in(whole)):
             if copy_ is not tile:
                 copy_.copied = (*tile.copied, CopiedView(name_of(func), tile))
-        result = _sharing_as_torch(func, *whole, _run_replicated(func, *whole))
+        result = _sharing_as_torch(func, whole[0], whole[1], _run_replicated(func, *whole))
         return _written_back(func, (args, kwargs), whole, result)
     shapes = ", ".join(str(tuple(tile.shape)) for tile in tiles)
     way_out = "gather the tile first" + (", or shard with unsupported='gather'" if gather else "")

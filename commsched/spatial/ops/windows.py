@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from commsched.spatial.fetch import Division, ExchangePlan, Halo, compact, fetch, overlapped
+from commsched.spatial.fetch import Division, ExchangePlan, Halo, compact, fetch, hooks_decide, overlapped
 from commsched.spatial.intervals import Run, Split, TransposedWindow, Window, clipped, spare_margin
 from commsched.spatial.layout import parameter, plan_for, take
 from commsched.spatial.mesh import Site, Visit
@@ -110,7 +110,9 @@ def input_plan(tile: Tile, windows: Mapping[int, AnyWindow], cuts: Cuts) -> Exch
 def planned(tile: Tile, windows: Sequence[AnyWindow], ceil: bool = False) -> tuple[Site, Cuts, ExchangePlan]:
     """Name an operation, and find the owners of its outputs and the exchange that these need."""
     chosen, site = cut_windows(tile, windows), tile.mesh.site(tile.shape)
-    cuts = out_cuts(tile, chosen, tile.mesh.fusion.get(site, 0), ceil)
+    # A checkpoint computes it again in the backward, outside of the module that names its site.
+    reach = 0 if hooks_decide(unknown=False) else tile.mesh.fusion.get(site, 0)
+    cuts = out_cuts(tile, chosen, reach, ceil)
     return site, cuts, input_plan(tile, chosen, cuts)
 
 

@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from commsched import spatial
 from commsched.channels import Channel
@@ -175,6 +177,40 @@ def test_models_train_as_in_one_process(name: str, fuse: int, overlap: str, grid
         return len(spatial.current_mesh().fusion)
 
     assert all(on_threads(grid[0] * grid[1], run))  # something was fused
+
+
+class Checkpointed(nn.Module):
+    """Functional windows, which the backward computes again outside of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(4, 2, 2, 3, 3).double().unbind())
+
+    def block(self, x: Tensor) -> Tensor:
+        for weight in list(self.weights)[1:]:
+            x = F.max_pool2d(F.conv2d(x, weight, padding=1).relu(), 3, 1, 1)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, F.conv2d(x, self.weights[0], padding=1), use_reentrant=False)
+
+
+def test_checkpoints_compute_the_same_halos_again() -> None:
+    """Sites were unknown in the recomputation, whose tensors were narrower than those of the forward."""
+    torch.manual_seed(0)
+    plain, image = Checkpointed(), torch.randn(1, 2, 20, 20).double()
+    expected = outcome(plain, image)[2:]
+
+    def run(channel: Channel) -> None:
+        model = spatial.shard(copy.deepcopy(plain), (2, 1), channel=channel, fuse_halo=3)
+        model.zero_grad()
+        model(spatial.scatter(image)).square().sum().backward()
+        spatial.sum_gradients(model.parameters())
+        assert spatial.current_mesh().fusion
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+
+    on_threads(2, run)
 
 
 def test_a_group_fetches_once() -> None:
