@@ -284,7 +284,7 @@ class _Forward(_Attached):
 
     def _adopted(self, value: Any) -> Any:
         if isinstance(value, Tile) and value.mesh is not self._mesh:
-            return Tile.make(value.local, self._mesh, value.cuts)
+            return Tile.make(value.held, self._mesh, value.cuts)
         return value
 
     def _check(self, tiles: list[Tile]) -> None:

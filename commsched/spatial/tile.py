@@ -51,10 +51,11 @@ class Tile(torch.Tensor):
     and may mix pixels is refused by name instead of treating the part as the whole.
     """
 
-    local: Tensor
+    held: Tensor  # the pixels that it owns and the halo that it has of its neighbours
     mesh: Mesh
     cuts: Cuts
     copied: tuple[CopiedView, ...] = ()  # it is a copy where torch has a view
+    shown: int | None = None  # the version of ``held`` when a user got the owned pixels
 
     @staticmethod
     def make(local: Tensor, mesh: Mesh, cuts: Cuts) -> Tile:
@@ -65,11 +66,27 @@ class Tile(torch.Tensor):
         tile: Tile = torch.Tensor._make_wrapper_subclass(
             Tile, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
-        tile.local, tile.mesh, tile.cuts = local, mesh, cuts
+        tile.held, tile.mesh, tile.cuts = local, mesh, cuts
         if local.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 tile.register_hook(_refuse_gradient)
         return tile
+
+    @property
+    def owned(self) -> Tensor:
+        """The pixels that this rank owns, a view of those that it holds."""
+        part = self.held
+        for dim, lo, length in owned_in_held(self):
+            part = part.narrow(dim, lo, length)
+        return part
+
+    @property
+    def local(self) -> Tensor:
+        """`owned`, for users, whose writes to it would leave the halo as it was: see `local_of`."""
+        part = self.owned
+        if part is not self.held and not part.is_inference():
+            self.shown = part._version
+        return part
 
     @property
     def replicated(self) -> bool:
@@ -93,11 +110,11 @@ class Tile(torch.Tensor):
         return found
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Tile(shape={tuple(self.shape)}, bounds={self.bounds}, local={self.local!r})"
+        return f"Tile(shape={tuple(self.shape)}, bounds={self.bounds}, local={self.owned!r})"
 
     def __deepcopy__(self, memo: dict) -> Tile:
         return Tile.make(
-            self.local.detach().clone().requires_grad_(self.local.requires_grad), self.mesh, self.cuts
+            self.held.detach().clone().requires_grad_(self.held.requires_grad), self.mesh, self.cuts
         )
 
     @classmethod
@@ -107,12 +124,15 @@ class Tile(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in ON_LOCAL:
-            args, kwargs = tree_map(lambda t: t.local if isinstance(t, Tile) else t, (args, kwargs))
+            args, kwargs = tree_map(lambda t: t.held if isinstance(t, Tile) else t, (args, kwargs))
             return func(*args, **kwargs)
         try:
             _check(func, args, kwargs)
             args, kwargs = _normalized(args, kwargs)
-            return _sharing_as_torch(func, args, kwargs, cls._on_parts(func, args, kwargs))
+            result = _sharing_as_torch(func, args, kwargs, cls._on_parts(func, args, kwargs))
+            for target in tiles_in(writes_to(func, args, kwargs)):
+                target.shown = None if target.shown is None else target.held._version
+            return result
         except Unsupported as error:
             why, gather = error.why, error.gather
         return _refused_or_gathered(func, args, kwargs, why, gather)
@@ -135,12 +155,26 @@ class Tile(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # asked for when a leaf is saved
-            return Tile.make(args[0].local.detach(), args[0].mesh, args[0].cuts)
+            return Tile.make(args[0].held.detach(), args[0].mesh, args[0].cuts)
         raise ValueError(
             f"{func}: a tile reached torch's kernels without passing commsched.spatial, which would "
             f"compute on "
             "the part as if it were the whole; use tile.local or commsched.spatial.gather(tile) first"
         )
+
+
+def owned_in_held(tile: Tile) -> list[tuple[int, int, int]]:
+    """(dim, start, length) of the owned pixels within what this rank holds; dimensions without margin are
+    left out."""
+    places = []
+    for axis, cut in cut_axes(tile.cuts):
+        (lo, hi), (start, stop) = (
+            cut.split.owned(tile.mesh.coord[axis]),
+            cut.split.held(tile.mesh.coord[axis]),
+        )
+        if (lo, hi) != (start, stop):
+            places.append((cut.dim, lo - start, hi - lo))
+    return places
 
 
 def _getters(*names: str) -> set[Any]:
@@ -299,7 +333,12 @@ def local_of(tile: Tile) -> Tensor:
         )
     for view in tile.copied:
         view.check_read(tile)
-    return tile.local
+    if tile.shown is not None and tile.shown != tile.held._version:
+        raise ValueError(
+            f"{tile.mesh.where('tile.local')} was changed in place while the tile holds a halo, which is "
+            "as before; change the tile itself, as tile.mul_(2)"
+        )
+    return tile.held
 
 
 def _run_replicated(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -308,8 +347,8 @@ def _run_replicated(func: Any, args: tuple, kwargs: dict) -> Any:
     mesh, cuts = first.mesh, first.cuts
     plain_args, plain_kwargs = tree_map(lambda t: MOVES["enter"](t, mesh, cuts), (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
-    targets = {id(tile.local): tile for tile in tiles_in(writes_to(func, args, kwargs))}
-    if any(tile.local.shape != tile.shape for tile in targets.values()):
+    targets = {id(tile.held): tile for tile in tiles_in(writes_to(func, args, kwargs))}
+    if any(tile.held.shape != tile.shape for tile in targets.values()):
         raise ValueError(
             f"{mesh.where(name_of(func))}: a tile cannot change its shape in place; make a new tensor"
         )
@@ -362,11 +401,11 @@ class CopiedView:
     def __init__(self, name: str, tile: Tile) -> None:
         name = name.removeprefix("torch.Tensor.")
         self._call = "y[...]" if name == "__getitem__" else f"y.{name}(...)"
-        self._memory = StorageWeakRef(tile.local.untyped_storage())
+        self._memory = StorageWeakRef(tile.held.untyped_storage())
         self._counter: Tensor | None = None
-        if not tile.local.is_inference():  # a tensor without data that has the version of ``tile.local``
-            self._counter = tile.local.detach()
-            self._counter.data = tile.local.new_empty(0)
+        if not tile.held.is_inference():  # a tensor without data that has the version of ``tile.held``
+            self._counter = tile.held.detach()
+            self._counter.data = tile.held.new_empty(0)
             self._version = self._counter._version
 
     def check_read(self, copy_: Tile) -> None:
@@ -401,7 +440,7 @@ def _sharing_as_torch(func: Any, args: tuple, kwargs: dict, result: Any) -> Any:
         parts = list(tiles_in(result))
     for part in parts:
         shared = _is_shared(first, part)
-        if shared or (views and part.local.numel()):
+        if shared or (views and part.held.numel()):
             copied = first.copied if shared else (*first.copied, CopiedView(name, first))
             part.copied = getattr(part, "base", part).copied = copied
     return result
@@ -413,7 +452,7 @@ def _is_basic(index: Any) -> bool:
 
 
 def _is_shared(tile: Tile, part: Tile) -> bool:
-    return tile.local.untyped_storage()._cdata == part.local.untyped_storage()._cdata
+    return tile.held.untyped_storage()._cdata == part.held.untyped_storage()._cdata
 
 
 def _lost_margin(tile: Tile, part: Tile) -> bool:
@@ -427,7 +466,7 @@ def _lost_margin(tile: Tile, part: Tile) -> bool:
 
 def _is_viewable(tile: Tile, shape: torch.Size | None, options: dict) -> bool:
     """Whether one process would view the tensor in this shape (or as contiguous), by its strides."""
-    strides = tile.local.stride()
+    strides = tile.held.stride()
     order = sorted(range(tile.ndim), key=lambda dim: -strides[dim])
     whole = torch.empty([tile.shape[dim] for dim in order], device="meta").permute(
         [order.index(dim) for dim in range(tile.ndim)]

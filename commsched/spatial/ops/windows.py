@@ -77,7 +77,7 @@ def visit(
     """Record an operation of a dry run."""
     if tile.mesh.visits is None:
         return
-    local, samples = tile.local, tile.shape[0] if tile.ndim > 1 else 1
+    local, samples = tile.held, tile.shape[0] if tile.ndim > 1 else 1
     rest = local.numel() // max(prod(local.shape[cut.dim] for _, cut in cut_axes(tile.cuts)), 1)
     sizes = {dim: windows[dim].outputs(tile.shape[dim]) for dim in range(-len(windows), 0)}
     sizes |= {cut.dim: len(range(*part_of(cut, tile, axis))) for axis, cut in cut_axes(cuts)}
@@ -353,7 +353,7 @@ def _avg_pool(
     sums = windowed(
         input, windows, ceil_mode, 0.0, lambda b: _window_sums(n, b, windows, rest, ceil_mode), work
     )
-    local, cuts = sums.local, sums.cuts
+    local, cuts = sums.held, sums.cuts
     if divisor_override is not None:
         return Tile.make((local / divisor_override).to(input.dtype), input.mesh, cuts)
     counts = torch.ones((), dtype=local.dtype, device=local.device)
