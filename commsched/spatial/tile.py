@@ -120,6 +120,8 @@ class Tile(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            refuse_compiling(next(tiles_in((args, kwargs))).mesh)
         if func in NATIVE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -234,6 +236,15 @@ def handles(
 
 handles_all = partial(handles, into=(ON_ALL,))
 """Register how functions act on any tile, replicated ones included."""
+
+
+def refuse_compiling(mesh: Mesh) -> None:
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break()  # else the compiler would run the calling function again, uncompiled
+        raise ValueError(
+            f"{mesh.where('torch.compile')} cannot trace tiles, whose operations exchange messages; call the "
+            "model and its modules themselves, and compile functions of tile.local only"
+        )
 
 
 def cut_axes(cuts: Cuts) -> Iterator[tuple[int, Cut]]:

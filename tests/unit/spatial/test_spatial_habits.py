@@ -391,6 +391,39 @@ def test_dry_runs_leave_a_model_as_it_was() -> None:
             torch.testing.assert_close(each, whole, rtol=exact, atol=exact)
 
 
+@pytest.mark.parametrize("needed", [False, True])
+def test_dry_runs_call_a_hook_only_if_the_model_needs_it(needed: bool) -> None:
+    """Lists outside of the model had the tensors without data of the dry runs, too."""
+    plain, x = net(), image()
+    wanted = plain(x)
+
+    def work(channel: Channel) -> list[bool]:
+        model, seen = copy.deepcopy(plain), []
+        spatial.shard(model, GRID, channel=channel, fuse_halo=2)
+        model[1].register_forward_hook(lambda _, args, output: seen.append(output.local.is_meta))
+        if needed:
+            model[0].register_forward_pre_hook(lambda _, args: args[0][0])
+        found = model((spatial.scatter(x),)) if needed else model(spatial.scatter(x))
+        torch.testing.assert_close(spatial.gather(found), wanted)
+        return seen
+
+    for seen in on_threads(2, work):
+        assert seen[-1] is False and (needed or seen == [False])
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_compiling_a_sharded_model_is_refused(inside: bool) -> None:
+    model = spatial.shard(net(), (1, 1), channel=spatial.SilentChannel(0, 1))
+    if inside:
+        model[0] = torch.compile(model[0], backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    with pytest.raises(
+        ValueError, match="torch.compile cannot trace tiles, .*; call the model and its modules"
+    ):
+        model(spatial.scatter(image()))
+
+
 def test_class_weights_with_any_index_to_ignore() -> None:
     torch.manual_seed(0)
     scores, wanted = torch.randn(2, 3, 8, 8).double(), torch.randint(3, (2, 8, 8))
