@@ -34,7 +34,7 @@ def _start(
     ``Collective``'s other fields.
     """
     single = isinstance(tensors, torch.Tensor)
-    each = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    each: list[Any] = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     each = [t.local if getattr(t, "replicated", False) else t for t in each]  # a tile of which all is here
     set_id = registered_id(process_set)
     return carrier().start(Collective(kind, each, name, set_id, grouped=not single, **arguments))

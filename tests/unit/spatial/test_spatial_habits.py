@@ -461,3 +461,94 @@ class Casts(nn.Module):
         for part in self.parts:
             x = part(x.to(part.weight.dtype))
         return x
+
+
+# -- training scripts ----------------------------------------------------------------------------------------
+
+Summed = Callable[[nn.Module], None]
+TARGET = torch.randint(3, (2, 8, 8), generator=torch.Generator().manual_seed(2))
+
+
+def trained(model: nn.Module, x: Tensor, target: Tensor, summed: Summed) -> list[Any]:
+    """Scaled losses of crops, clipped gradients, an average of the weights, evaluations between the steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    found: list[Any] = []
+    for _ in range(2):
+        loss = F.cross_entropy(model(x)[..., 1:-2, 2:-1], target[..., 1:-2, 2:-1])
+        scaler.scale(loss).backward()
+        summed(model)
+        scaler.unscale_(optimizer)
+        found.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        found += [loss.item(), *measured(model, x, target, summed)]
+    return [*found, *measured(average, x, target, summed), *average.state_dict().values()]
+
+
+def measured(model: nn.Module, x: Tensor, target: Tensor, summed: Summed) -> list[Any]:
+    """Accuracy, overlap by class and a confusion matrix."""
+    model.eval()
+    with torch.no_grad():
+        chosen = model(x).argmax(1)
+    model.train()
+    pairs = [(chosen == c, target == c) for c in range(3)]
+    overlaps = [(a & b).sum() / (a | b).sum().clamp(min=1) for a, b in pairs]
+    confusion = torch.bincount((target * 3 + chosen).flatten(), minlength=9)
+    return [(chosen == target).double().mean().item(), *overlaps, confusion]
+
+
+def restored(model: nn.Module, x: Tensor, target: Tensor, summed: Summed) -> list[Any]:
+    """A state goes through a plain model and back."""
+    trained(model, x, target, summed)
+    plain = copy.deepcopy(model)
+    spatial.unshard(plain)
+    nn.init.zeros_(plain[0].weight)
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(plain.state_dict())
+    return [*plain.state_dict().values(), model(x)]
+
+
+def searched(model: nn.Module, x: Tensor, target: Tensor, summed: Summed) -> list[Any]:
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), target)
+        loss.backward()
+        summed(model)
+        return loss
+
+    optimizer.step(closure)
+    return list(model.state_dict().values())
+
+
+def batch_normed() -> nn.Sequential:
+    first, relu, second = net(channels=3)
+    return nn.Sequential(first, nn.BatchNorm2d(4).double(), relu, second)
+
+
+@pytest.mark.parametrize("script", [trained, restored, searched])
+def test_training_scripts_do_what_they_do_in_one_process(script: Callable[..., list[Any]]) -> None:
+    plain = batch_normed()  # not in the threads, which share one generator
+    wanted = script(copy.deepcopy(plain), image(), TARGET, lambda model: None)
+
+    def work(channel: Channel) -> None:
+        model = copy.deepcopy(plain)
+        spatial.shard(model, (2, 2), channel=channel, unsupported="gather", fuse_halo=2)
+        found = script(
+            model,
+            spatial.scatter(image()),
+            spatial.scatter(TARGET),
+            lambda model: spatial.sum_gradients(model.parameters()),
+        )
+        for one, other in zip(found, wanted, strict=True):
+            one = spatial.gather(one).local if isinstance(one, spatial.Tile) else one
+            torch.testing.assert_close(one, other, check_dtype=False)
+
+    on_threads(4, work)
