@@ -170,12 +170,9 @@ def owned_in_held(tile: Tile) -> list[tuple[int, int, int]]:
     left out."""
     places = []
     for axis, cut in cut_axes(tile.cuts):
-        (lo, hi), (start, stop) = (
-            cut.split.owned(tile.mesh.coord[axis]),
-            cut.split.held(tile.mesh.coord[axis]),
-        )
-        if (lo, hi) != (start, stop):
-            places.append((cut.dim, lo - start, hi - lo))
+        (lo, hi), held = cut.split.owned(tile.mesh.coord[axis]), cut.split.held(tile.mesh.coord[axis])
+        if (lo, hi) != held:
+            places.append((cut.dim, lo - held[0], hi - lo))
     return places
 
 
@@ -445,9 +442,8 @@ def _sharing_as_torch(func: Any, args: tuple, kwargs: dict, result: Any) -> Any:
         views = _is_viewable(first, parts[0].shape if name != "contiguous" else None, kwargs)
     owns = name in _COPIES or (name in _RESHAPES and not views)
     if any(_is_shared(first, part) and (owns or _lost_margin(first, part)) for part in parts):
-        result = type(first)._on_parts(
-            func, (first.clone(), *args[1:]), kwargs
-        )  # parts are local: nobody waits
+        # Shared memory means that nothing was sent: this rank may do it again alone.
+        result = type(first)._on_parts(func, (first.clone(), *args[1:]), kwargs)
         parts = list(tiles_in(result))
     for part in parts:
         shared = _is_shared(first, part)
