@@ -40,15 +40,16 @@ def _start(
 
 
 def _tensors_of(kind: str, given: Any) -> list[torch.Tensor]:
-    """Return a collective's one tensor, or those of its group."""
-    each = list(given) if isinstance(given, Iterable) and not isinstance(given, torch.Tensor) else [given]
+    """Return a collective's one tensor, or those of its group; a tile that is whole on every rank is one."""
+    several = isinstance(given, Iterable) and not isinstance(given, torch.Tensor)
+    each: list[Any] = list(given) if several else [given]
     for thing in each:
         if not isinstance(thing, torch.Tensor):
             raise ValueError(
                 f"{kind} takes a tensor, or several as one group, but got a {type(thing).__name__}; pass"
                 " torch.as_tensor(value), or use broadcast_object or allgather_object"
             )
-    return each
+    return [thing.local if getattr(thing, "replicated", False) else thing for thing in each]
 
 
 def poll(handle: int) -> bool:

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from commsched.collectives.job import ProcessSet, global_process_set
 from commsched.collectives.operations import Sum, allgather_async, allreduce_async, synchronize
+from commsched.collectives.torch_carrier.carrier import has_memory
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -54,6 +55,11 @@ class SyncBatchNorm(_BatchNorm):
         tracked = (self.running_mean, self.running_var) if used else (None, None)
         if not self.training or self.process_set.size() == 1:
             return F.batch_norm(input, *tracked, self.weight, self.bias, uses_batch, factor, self.eps)
+        if not has_memory(input):
+            raise ValueError(
+                f"SyncBatchNorm needs a tensor with memory of its own, but got a {type(input).__name__} on "
+                f"{input.device}; for tiles use torch.nn.BatchNorm2d, whose statistics are of the whole image"
+            )
         normalised, mean, var, count = _Normalise.apply(
             input, self.weight, self.bias, self.eps, self.process_set
         )

@@ -260,7 +260,7 @@ class _Dry:
             )
             forward = Counter(channel.bytes)
             leaves = tree_leaves(self.output)
-            backward_of_sums(leaf.local if isinstance(leaf, Tile) else leaf for leaf in leaves)
+            backward_of_sums(leaf.held if isinstance(leaf, Tile) else leaf for leaf in leaves)
         self.sent.append((forward, channel.bytes - forward))
 
     def flows(self, number: int, ranks: Sequence[int]) -> Iterator[Flow]:

@@ -169,12 +169,12 @@ def _plain_peak(model: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> i
 def _rank_report(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh) -> RankReport:
     mesh.dry = True
     tile, state = meta_tile(shape, dtype, mesh, even_cuts(mesh, shape)), meta_state(model, dtype)
-    report = RankReport(mesh.coord, tuple(tile.local.shape))
+    report = RankReport(mesh.coord, tuple(tile.held.shape))
     with naming(model, mesh), PeakMeter() as meter:
-        meter.ignore(tile.local, *state.values())
+        meter.ignore(tile.held, *state.values())
         output = owned_outputs(_tree(call_without_data(model, state, (tile,))))
         report.forward = Counter(mesh.traffic)
-        backward_of_sums(tile.local for tile in tiles_in(output))
+        backward_of_sums(tile.held for tile in tiles_in(output))
         report.backward = mesh.traffic - report.forward
         report.peak, report.gathered = meter.peak, mesh.gathered
     return report

@@ -558,10 +558,10 @@ def _check_version(tensor: Tensor, version: int) -> None:
         )
 
 
-def _hooks_decide() -> bool:
-    """Whether the user's hooks may be active. torch 2.6 cannot tell: autograd keeps whole buffers there."""
+def hooks_decide(unknown: bool) -> bool:
+    """Whether hooks of the user decide what autograd keeps; ``unknown`` in torch 2.6, which cannot tell."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is None or bool(top(True))
+    return unknown if top is None else bool(top(True))
 
 
 def compact(
@@ -571,7 +571,7 @@ def compact(
 
     If saved-tensor hooks of the user are active (activation checkpointing, offloading), they apply instead.
     """
-    if buffer is tile or not torch.is_grad_enabled() or _hooks_decide():
+    if buffer is tile or not torch.is_grad_enabled() or hooks_decide(unknown=True):
         return nullcontext()
     source, version = tile.detach(), tile._version
     address, shape = buffer.data_ptr(), buffer.shape  # not the buffer itself: autograd keeps these functions

@@ -12,7 +12,17 @@ from torch import Tensor
 from commsched.spatial.fetch import Dim, ExchangePlan, assembled, fetch, make_plan
 from commsched.spatial.intervals import Run, Split, Want
 from commsched.spatial.mesh import Mesh, apply, once, spread
-from commsched.spatial.tile import MOVES, Cut, Cuts, Tile, Unsupported, cut_axes, local_of, tree_map
+from commsched.spatial.tile import (
+    MOVES,
+    CopiedView,
+    Cut,
+    Cuts,
+    Tile,
+    Unsupported,
+    cut_axes,
+    local_of,
+    tree_map,
+)
 
 Wants = Mapping[int, tuple[Want, ...]]  # per mesh axis, per part along it
 
@@ -71,7 +81,7 @@ def replicate(tile: Tile, axes: tuple[int, ...] | None = None) -> Tile:
     plan = plan_for(tile.mesh, tile.cuts, wants)
     whole = apply(assembled, local_of(tile), plan, tile.mesh, tile.mesh.module)
     if plan.remote:
-        tile.mesh.gathered[tile.mesh.module] += whole.nbytes - tile.local.nbytes
+        tile.mesh.gathered[tile.mesh.module] += whole.nbytes - tile.held.nbytes
     return Tile.make(
         whole, tile.mesh, tuple(None if axis in chosen else cut for axis, cut in enumerate(tile.cuts))
     )
@@ -162,26 +172,10 @@ def _fit_tile(tile: Tile, cuts: Cuts) -> Tile:
     return recut(tile, targets) if targets else tile
 
 
-def owned_in_held(tile: Tile) -> list[tuple[int, int, int]]:
-    """(dim, start, length) of the owned pixels within what this rank holds; dimensions without margin are
-    left out."""
-    places = []
-    for axis, cut in cut_axes(tile.cuts):
-        (lo, hi), (start, stop) = (
-            cut.split.owned(tile.mesh.coord[axis]),
-            cut.split.held(tile.mesh.coord[axis]),
-        )
-        if (lo, hi) != (start, stop):
-            places.append((cut.dim, lo - start, hi - lo))
-    return places
-
-
 def local_owned(tile: Tile) -> Tensor:
     """The owned pixels of the local part."""
-    local = local_of(tile)
-    for dim, lo, length in owned_in_held(tile):
-        local = local.narrow(dim, lo, length)
-    return local
+    local_of(tile)
+    return tile.owned
 
 
 MOVES.update(enter=enter)
@@ -213,7 +207,7 @@ class Folded(Tile):
         folded: Folded = torch.Tensor._make_wrapper_subclass(
             Folded, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
-        folded.local, folded.mesh, folded.cuts, folded.base, folded.counts = (
+        folded.held, folded.mesh, folded.cuts, folded.base, folded.counts = (
             local, base.mesh, base.cuts, base, counts,
         )  # fmt: skip
         return folded
@@ -228,11 +222,12 @@ class Folded(Tile):
     @property
     def whole(self) -> Tile:
         """The gathered tensor, kept for the next function that needs it while the base is not changed."""
-        local = self.base.local
+        local = self.base.held
         version = -1 if local.is_inference() else local._version
         if self._whole is None or version < 0 or self._whole[0] != version:
             gathered = replicate(self.base)
-            whole = Tile.make(gathered.local.reshape(tuple(self.shape)), self.mesh, gathered.cuts)
+            whole = Tile.make(gathered.held.reshape(tuple(self.shape)), self.mesh, gathered.cuts)
+            whole.copied = (*self.copied, CopiedView("a reshape", self.base))
             self._whole = version, whole
         return self._whole[1]
 
@@ -270,7 +265,7 @@ def fold(base: Tensor, counts: Sequence[int]) -> Tile:
     for count in counts:
         own: list[tuple[int, int | None]] = []
         for dim in range(place, place + count):
-            axis, size = axis_of.get(dim), base.local.shape[dim]
+            axis, size = axis_of.get(dim), base.held.shape[dim]
             if axis is None and own:
                 if own[-1][1] is not None:
                     units[own[-1][1]] *= size
@@ -305,7 +300,7 @@ def reshaped(tile: Tile, sizes: Sequence[int]) -> Tile:
     factored = _factored(base, sizes)
     if factored is None:
         whole = gathered(tile)
-        return Tile.make(whole.local.reshape(tuple(sizes)), whole.mesh, whole.cuts)
+        return Tile.make(whole.held.reshape(tuple(sizes)), whole.mesh, whole.cuts)
     factors, counts, units = factored
     targets = {}
     for number, cut in cut_axes(base.cuts):

@@ -176,12 +176,12 @@ class _Blocks:
                 size = list(block.shape)
                 for axis, cut in cut_axes(cuts):
                     size[cut.dim] = len(range(*cut.split.owned(self._mesh.coord[axis])))
-                local = block.local.new_empty(size)
+                local = block.held.new_empty(size)
                 tile = Tile.make(local, self._mesh, cuts)
             place = (
                 slice(lo - first[0], hi - first[0]) for (lo, hi), first in zip(block.bounds, tile.bounds)
             )
-            local[tuple(place)] = block.local
+            local[tuple(place)] = block.held
         return tile
 
     def _tiles(self) -> Iterator[Tile]:

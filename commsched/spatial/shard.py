@@ -9,7 +9,8 @@ import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -31,7 +32,7 @@ from commsched.errors import CommError
 from commsched.process.network import chosen_interface, own_addresses
 from commsched.spatial.layout import Folded, trimmed
 from commsched.spatial.mesh import Mesh, Rates, SharedGenerators, Site, Visit, everyone, exchanged, set_mesh
-from commsched.spatial.tile import Cuts, Tile, cut_axes, tiles_in, tree_map
+from commsched.spatial.tile import Cuts, Tile, cut_axes, refuse_compiling, tiles_in, tree_map
 
 Model = TypeVar("Model", bound=nn.Module)
 _NOTE = 512  # bytes of a note that ranks compare
@@ -254,6 +255,7 @@ class _Forward(_Attached):
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Check that all ranks run the same image and share the random state."""
         mesh = self._mesh
+        refuse_compiling(mesh)
         if len(mesh.names) > 0:  # a forward inside the model's own forward
             return None
         tiles = list(tiles_in((args, kwargs)))
@@ -284,7 +286,7 @@ class _Forward(_Attached):
 
     def _adopted(self, value: Any) -> Any:
         if isinstance(value, Tile) and value.mesh is not self._mesh:
-            return Tile.make(value.local, self._mesh, value.cuts)
+            return Tile.make(value.held, self._mesh, value.cuts)
         return value
 
     def _check(self, tiles: list[Tile]) -> None:
@@ -460,13 +462,38 @@ def dry_runner(model: nn.Module, args: Any, kwargs: Any, mesh: Mesh) -> DryRun:
 
     plain_args, plain_kwargs = tree_map(as_meta, (args, kwargs))
 
-    def run(fusion: Fusion) -> list[Visit]:
-        dry.fusion, dry.visits = fusion, []
+    def forward(fusion: Fusion) -> list[Visit]:
+        dry.fusion, dry.visits = fusion, (visits := list[Visit]())
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             call_without_data(model, state, plain_args, plain_kwargs)
-        return dry.visits
+        return visits
+
+    def run(fusion: Fusion) -> list[Visit]:
+        try:
+            with _without_hooks(model):
+                return forward(fusion)
+        except Exception:  # the model may need them to run
+            return forward(fusion)
 
     return run
+
+
+@contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """Hide the users' forward hooks, which may collect what they see, but not ours and torch's."""
+    kept = [
+        (hooks, dict(hooks)) for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)
+    ]
+    for hooks, all_hooks in kept:
+        for key, hook in all_hooks.items():
+            if not (_is_ours(hook) or str(getattr(hook, "__module__", "")).startswith("torch.")):
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, all_hooks in kept:
+            hooks.clear()
+            hooks.update(all_hooks)
 
 
 def call_without_data(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from commsched.spatial.intervals import Split
 from commsched.spatial.mesh import Mesh
@@ -49,9 +51,11 @@ class Tile(torch.Tensor):
     and may mix pixels is refused by name instead of treating the part as the whole.
     """
 
-    local: Tensor
+    held: Tensor  # the pixels that it owns and the halo that it has of its neighbours
     mesh: Mesh
     cuts: Cuts
+    copied: tuple[CopiedView, ...] = ()  # it is a copy where torch has a view
+    shown: int | None = None  # the version of ``held`` when a user got the owned pixels
 
     @staticmethod
     def make(local: Tensor, mesh: Mesh, cuts: Cuts) -> Tile:
@@ -62,11 +66,27 @@ class Tile(torch.Tensor):
         tile: Tile = torch.Tensor._make_wrapper_subclass(
             Tile, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
-        tile.local, tile.mesh, tile.cuts = local, mesh, cuts
+        tile.held, tile.mesh, tile.cuts = local, mesh, cuts
         if local.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 tile.register_hook(_refuse_gradient)
         return tile
+
+    @property
+    def owned(self) -> Tensor:
+        """The pixels that this rank owns, a view of those that it holds."""
+        part = self.held
+        for dim, lo, length in owned_in_held(self):
+            part = part.narrow(dim, lo, length)
+        return part
+
+    @property
+    def local(self) -> Tensor:
+        """`owned`, for users, whose writes to it would leave the halo as it was: see `local_of`."""
+        part = self.owned
+        if part is not self.held and not part.is_inference():
+            self.shown = part._version
+        return part
 
     @property
     def replicated(self) -> bool:
@@ -90,25 +110,31 @@ class Tile(torch.Tensor):
         return found
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Tile(shape={tuple(self.shape)}, bounds={self.bounds}, local={self.local!r})"
+        return f"Tile(shape={tuple(self.shape)}, bounds={self.bounds}, local={self.owned!r})"
 
     def __deepcopy__(self, memo: dict) -> Tile:
         return Tile.make(
-            self.local.detach().clone().requires_grad_(self.local.requires_grad), self.mesh, self.cuts
+            self.held.detach().clone().requires_grad_(self.held.requires_grad), self.mesh, self.cuts
         )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            refuse_compiling(next(tiles_in((args, kwargs))).mesh)
         if func in NATIVE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in ON_LOCAL:
-            args, kwargs = tree_map(lambda t: t.local if isinstance(t, Tile) else t, (args, kwargs))
+            args, kwargs = tree_map(lambda t: t.held if isinstance(t, Tile) else t, (args, kwargs))
             return func(*args, **kwargs)
         try:
             _check(func, args, kwargs)
-            return cls._on_parts(func, *_normalized(args, kwargs))
+            args, kwargs = _normalized(args, kwargs)
+            result = _sharing_as_torch(func, args, kwargs, cls._on_parts(func, args, kwargs))
+            for target in tiles_in(writes_to(func, args, kwargs)):
+                target.shown = None if target.shown is None else target.held._version
+            return result
         except Unsupported as error:
             why, gather = error.why, error.gather
         return _refused_or_gathered(func, args, kwargs, why, gather)
@@ -131,12 +157,23 @@ class Tile(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # asked for when a leaf is saved
-            return Tile.make(args[0].local.detach(), args[0].mesh, args[0].cuts)
+            return Tile.make(args[0].held.detach(), args[0].mesh, args[0].cuts)
         raise ValueError(
             f"{func}: a tile reached torch's kernels without passing commsched.spatial, which would "
             f"compute on "
             "the part as if it were the whole; use tile.local or commsched.spatial.gather(tile) first"
         )
+
+
+def owned_in_held(tile: Tile) -> list[tuple[int, int, int]]:
+    """(dim, start, length) of the owned pixels within what this rank holds; dimensions without margin are
+    left out."""
+    places = []
+    for axis, cut in cut_axes(tile.cuts):
+        (lo, hi), held = cut.split.owned(tile.mesh.coord[axis]), cut.split.held(tile.mesh.coord[axis])
+        if (lo, hi) != held:
+            places.append((cut.dim, lo - held[0], hi - lo))
+    return places
 
 
 def _getters(*names: str) -> set[Any]:
@@ -198,6 +235,15 @@ handles_all = partial(handles, into=(ON_ALL,))
 """Register how functions act on any tile, replicated ones included."""
 
 
+def refuse_compiling(mesh: Mesh) -> None:
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break()  # else the compiler would run the calling function again, uncompiled
+        raise ValueError(
+            f"{mesh.where('torch.compile')} cannot trace tiles, whose operations exchange messages; call the "
+            "model and its modules themselves, and compile functions of tile.local only"
+        )
+
+
 def cut_axes(cuts: Cuts) -> Iterator[tuple[int, Cut]]:
     return ((axis, cut) for axis, cut in enumerate(cuts) if cut is not None)
 
@@ -216,6 +262,9 @@ def _normalized(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 def _check(func: Any, args: tuple, kwargs: dict) -> None:
     """Refuse what no handler can do."""
     tiles = list(tiles_in((args, kwargs)))
+    for target in tiles_in(writes_to(func, args, kwargs)):
+        for view in target.copied:
+            view.check_write(target, func)
     if getattr(func, "__name__", "") in RANDOM and tiles[0].mesh.size > 1:
         raise Unsupported("each rank would draw other numbers", gather=False)
     if kwargs.get("out") is not None and not all(tile.replicated for tile in tiles):
@@ -290,7 +339,14 @@ def local_of(tile: Tile) -> Tensor:
             f"{tile.mesh.where('custom autograd.Function')}: it cannot be differentiated on a split "
             f"tensor; apply it to tile.local, or gather the tile first"
         )
-    return tile.local
+    for view in tile.copied:
+        view.check_read(tile)
+    if tile.shown is not None and tile.shown != tile.held._version:
+        raise ValueError(
+            f"{tile.mesh.where('tile.local')} was changed in place while the tile holds a halo, which is "
+            "as before; change the tile itself, as tile.mul_(2)"
+        )
+    return tile.held
 
 
 def _run_replicated(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -299,8 +355,8 @@ def _run_replicated(func: Any, args: tuple, kwargs: dict) -> Any:
     mesh, cuts = first.mesh, first.cuts
     plain_args, plain_kwargs = tree_map(lambda t: MOVES["enter"](t, mesh, cuts), (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
-    targets = {id(tile.local): tile for tile in tiles_in(writes_to(func, args, kwargs))}
-    if any(tile.local.shape != tile.shape for tile in targets.values()):
+    targets = {id(tile.held): tile for tile in tiles_in(writes_to(func, args, kwargs))}
+    if any(tile.held.shape != tile.shape for tile in targets.values()):
         raise ValueError(
             f"{mesh.where(name_of(func))}: a tile cannot change its shape in place; make a new tensor"
         )
@@ -334,6 +390,102 @@ def _written_back(func: Any, given: tuple, whole: tuple, result: Any) -> Any:
     return tree_map(lambda t: targets.get(id(t), t), result)
 
 
+# -- views: in one process they share memory with their tensor; on tiles some of them are copies -------------
+
+_VIEWS = frozenset(
+    "view view_as unflatten narrow select chunk split tensor_split unbind squeeze unsqueeze expand expand_as "
+    "transpose swapaxes swapdims permute movedim moveaxis".split()
+)
+_RESHAPES = frozenset("reshape reshape_as flatten contiguous".split())  # views where the strides allow it
+_COPIES = ("pad", "roll")  # never views
+
+
+class CopiedView:
+    """What a copy of a tile, of which one process has a view, knows of the tile's memory.
+
+    After one of the two has been changed in place the other would differ from the one process's.
+    """
+
+    def __init__(self, name: str, tile: Tile) -> None:
+        name = name.removeprefix("torch.Tensor.")
+        self._call = "y[...]" if name == "__getitem__" else f"y.{name}(...)"
+        self._memory = StorageWeakRef(tile.held.untyped_storage())
+        self._counter: Tensor | None = None
+        if not tile.held.is_inference():  # a tensor without data that has the version of ``tile.held``
+            self._counter = tile.held.detach()
+            self._counter.data = tile.held.new_empty(0)
+            self._version = self._counter._version
+
+    def check_read(self, copy_: Tile) -> None:
+        if self._counter is not None and self._counter._version != self._version:
+            self._refuse(copy_, f"y has been changed in place since; call {self._call} after the change")
+
+    def check_write(self, copy_: Tile, func: Any) -> None:
+        if not self._memory.expired():  # else nobody can miss the change (``x = x.flatten(2); x += z``)
+            way_out = f"y = {self._call}.mul(2) instead of {self._call}.mul_(2)"
+            self._refuse(copy_, f"{name_of(func)} would not change y; make a new tensor, such as {way_out}")
+
+    def _refuse(self, copy_: Tile, why: str) -> None:
+        where, grid = copy_.mesh.where(self._call), copy_.mesh.grid
+        raise ValueError(f"{where} is a copy on a grid of {grid}, and a view in one process: {why}")
+
+
+def _sharing_as_torch(func: Any, args: tuple, kwargs: dict, result: Any) -> Any:
+    """``result``, without the first operand's memory where torch copies it; marked where torch views it."""
+    first = args[0] if args else None
+    parts = [part for part in tiles_in(result) if part is not first]
+    if not isinstance(first, Tile) or not parts:
+        return result
+    name = getattr(func, "__name__", "")
+    views = name in _VIEWS or (name == "__getitem__" and _is_basic(args[1]))
+    if name in _RESHAPES:
+        views = _is_viewable(first, parts[0].shape if name != "contiguous" else None, kwargs)
+    owns = name in _COPIES or (name in _RESHAPES and not views)
+    if any(_is_shared(first, part) and (owns or _lost_margin(first, part)) for part in parts):
+        # Shared memory means that nothing was sent: this rank may do it again alone.
+        result = type(first)._on_parts(func, (first.clone(), *args[1:]), kwargs)
+        parts = list(tiles_in(result))
+    for part in parts:
+        shared = _is_shared(first, part)
+        if shared or (views and part.held.numel()):
+            copied = first.copied if shared else (*first.copied, CopiedView(name, first))
+            part.copied = getattr(part, "base", part).copied = copied
+    return result
+
+
+def _is_basic(index: Any) -> bool:
+    entries = index if isinstance(index, tuple) else (index,)
+    return all(type(entry) in (int, slice, type(None), type(Ellipsis)) for entry in entries)
+
+
+def _is_shared(tile: Tile, part: Tile) -> bool:
+    return tile.held.untyped_storage()._cdata == part.held.untyped_storage()._cdata
+
+
+def _lost_margin(tile: Tile, part: Tile) -> bool:
+    """Whether a write to ``part`` would miss pixels that ``tile`` holds for its neighbours."""
+    return any(
+        cut.split.margin != (0, 0)
+        and ((kept := part.cuts[axis]) is None or kept.split.margin != cut.split.margin)
+        for axis, cut in cut_axes(tile.cuts)
+    )
+
+
+def _is_viewable(tile: Tile, shape: torch.Size | None, options: dict) -> bool:
+    """Whether one process would view the tensor in this shape (or as contiguous), by its strides."""
+    strides = tile.held.stride()
+    order = sorted(range(tile.ndim), key=lambda dim: -strides[dim])
+    whole = torch.empty([tile.shape[dim] for dim in order], device="meta").permute(
+        [order.index(dim) for dim in range(tile.ndim)]
+    )
+    if shape is None:
+        return whole.is_contiguous(**options)
+    with suppress(RuntimeError):
+        whole.view(shape)
+        return True
+    return False
+
+
 def _refuse_gradient(grad: Tensor) -> None:
     """The tile itself is no part of the graph, its local part is: nothing may flow here."""
     raise ValueError(
@@ -356,7 +508,10 @@ def _refused_or_gathered(func: Any, args: tuple, kwargs: dict, why: str, gather:
     if mesh.unsupported == "gather" and gather:
         mesh.refused.append(mesh.where(name_of(func)))
         whole = tree_map(lambda t: MOVES["replicate"](t) if isinstance(t, Tile) else t, (args, kwargs))
-        result = _run_replicated(func, *whole)
+        for tile, copy_ in zip(tiles, tiles_in(whole)):
+            if copy_ is not tile:
+                copy_.copied = (*tile.copied, CopiedView(name_of(func), tile))
+        result = _sharing_as_torch(func, whole[0], whole[1], _run_replicated(func, *whole))
         return _written_back(func, (args, kwargs), whole, result)
     shapes = ", ".join(str(tuple(tile.shape)) for tile in tiles)
     way_out = "gather the tile first" + (", or shard with unsupported='gather'" if gather else "")

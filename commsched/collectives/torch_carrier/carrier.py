@@ -203,14 +203,14 @@ def check_tensors(kind: str, tensors: Sequence[torch.Tensor], reduces: bool = Fa
             f"{sorted({str(tensor.device) for tensor in tensors})}"
         )
     for tensor in tensors:
-        if not _has_memory(tensor):
+        if not has_memory(tensor):
             raise ValueError(
                 f"{kind} needs a tensor with memory of its own, but got a {type(tensor).__name__} on"
                 f" {tensor.device}; of a tile of an image, pass tile.local, and of a loss, loss.item()"
             )
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
+def has_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's elements lie where it says: not on meta, nor in a wrapper of others."""
     try:
         # A subclass may answer with the address of a tensor that it holds, whose size is another one.

@@ -46,18 +46,18 @@ def _held(grad: Tensor, mesh: Mesh, cuts: Cuts) -> Tensor:
 
 @_handles(_GRAD.__get__)
 def get_grad(tile: Tile) -> Tile | None:
-    local = tile.local.grad
+    local = tile.held.grad
     return None if local is None else gradient(local, tile.mesh, tile.cuts)
 
 
 @_handles(_GRAD.__set__)
 def set_grad(tile: Tile, grad: Tensor | None) -> None:
-    tile.local.grad = None if grad is None else _held(grad, tile.mesh, tile.cuts)
+    tile.held.grad = None if grad is None else _held(grad, tile.mesh, tile.cuts)
 
 
 @_handles(_GRAD.__delete__)
 def delete_grad(tile: Tile) -> None:
-    tile.local.grad = None
+    tile.held.grad = None
 
 
 @_handles(_T.register_hook)
@@ -69,7 +69,7 @@ def register_hook(tile: Tile, hook: Callable[[Tensor], Tensor | None]) -> Remova
         replaced = hook(gradient(local, mesh, cuts))
         return None if replaced is None else _held(replaced, mesh, cuts)
 
-    handle: RemovableHandle = tile.local.register_hook(on_local)
+    handle: RemovableHandle = tile.held.register_hook(on_local)
     return handle
 
 
@@ -93,7 +93,7 @@ def _seeded(outputs: Any, grads: Any) -> tuple[list[Any], list[Any] | None]:
 
 
 def _locals(tree: Any) -> Any:
-    return tree_map(lambda t: t.local if isinstance(t, Tile) else t, tree)
+    return tree_map(lambda t: t.held if isinstance(t, Tile) else t, tree)
 
 
 @_handles(_T.backward)

@@ -81,7 +81,7 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     cuts = common_cuts(tiles) if cuts is None else cuts
     plain_args, plain_kwargs = tree_map(lambda t: fit(t, mesh, cuts), (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
-    if target is not None and result is target.local:
+    if target is not None and result is target.held:
         return target
     return tree_map(lambda t: Tile.make(t, mesh, cuts), result)
 
@@ -226,8 +226,8 @@ def _new(tile: Tile, size: list[int], make: Callable[[Tensor, Any], Tensor]) -> 
     if size == list(tile.shape) and isinstance(tile, Folded):
         return fold(_new(tile.base, list(tile.base.shape), make), tile.counts)
     if size == list(tile.shape):
-        return Tile.make(make(tile.local, tile.local.shape), tile.mesh, tile.cuts)
-    return Tile.make(make(tile.local, size), tile.mesh, (None,) * len(tile.cuts))
+        return Tile.make(make(tile.held, tile.held.shape), tile.mesh, tile.cuts)
+    return Tile.make(make(tile.held, size), tile.mesh, (None,) * len(tile.cuts))
 
 
 def _alike(method: Any, tile: Any, *sizes: Any, size: Any = None, **options: Any) -> Any:
@@ -327,7 +327,7 @@ _DRAWS = "each rank would draw other numbers"
 def bernoulli_(tile: Tile, p: float | Tensor = 0.5, *, generator: Any = None) -> Any:
     if generator is not None or not isinstance(tile, Tile):
         raise Unsupported(_DRAWS, gather=False)
-    tile.local.copy_(_bernoulli(tile, p))
+    tile.held.copy_(_bernoulli(tile, p))
     return tile
 
 
@@ -344,7 +344,7 @@ def _bernoulli(tile: Tile, p: float | Tensor) -> Tensor:
     mesh = tile.mesh
     probability: Any = fit(p, mesh, tile.cuts).detach() if isinstance(p, Tensor) else float(p)
     if tile.replicated and all(dim < -tile.ndim or tile.shape[dim] == 1 for dim in mesh.dims):
-        drawn = torch.zeros_like(tile.local)
+        drawn = torch.zeros_like(tile.held)
         if draws(mesh):
             drawn.bernoulli_(probability)
         return everyone(drawn, mesh, tuple(range(len(mesh.grid))), "random mask")[0]

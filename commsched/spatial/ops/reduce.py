@@ -18,7 +18,6 @@ from commsched.spatial.layout import (
     fit,
     local_owned,
     owned_cuts,
-    owned_in_held,
     parameter,
     replicate,
     take,
@@ -34,6 +33,7 @@ from commsched.spatial.tile import (
     handles,
     image_of,
     local_of,
+    owned_in_held,
     tiles_in,
     tree_map,
 )
@@ -206,7 +206,7 @@ def _global_max(tile: Tile, dim: int) -> Tile:
         one_each = Split(tuple(range(tile.mesh.grid[axis] + 1)))
         cuts = tuple(Cut(dim, one_each) if a == axis else c for a, c in enumerate(owned_cuts(tile.cuts)))
         tile = replicate(Tile.make(best, tile.mesh, cuts), (axis,))
-        local = tile.local
+        local = tile.held
     return Tile.make(local.max(dim, keepdim=True).values, tile.mesh, owned_cuts(tile.cuts))
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from commsched.spatial.fetch import Division, ExchangePlan, Halo, compact, fetch, overlapped
+from commsched.spatial.fetch import Division, ExchangePlan, Halo, compact, fetch, hooks_decide, overlapped
 from commsched.spatial.intervals import Run, Split, TransposedWindow, Window, clipped, spare_margin
 from commsched.spatial.layout import parameter, plan_for, take
 from commsched.spatial.mesh import Site, Visit
@@ -77,7 +77,7 @@ def visit(
     """Record an operation of a dry run."""
     if tile.mesh.visits is None:
         return
-    local, samples = tile.local, tile.shape[0] if tile.ndim > 1 else 1
+    local, samples = tile.held, tile.shape[0] if tile.ndim > 1 else 1
     rest = local.numel() // max(prod(local.shape[cut.dim] for _, cut in cut_axes(tile.cuts)), 1)
     sizes = {dim: windows[dim].outputs(tile.shape[dim]) for dim in range(-len(windows), 0)}
     sizes |= {cut.dim: len(range(*part_of(cut, tile, axis))) for axis, cut in cut_axes(cuts)}
@@ -110,7 +110,9 @@ def input_plan(tile: Tile, windows: Mapping[int, AnyWindow], cuts: Cuts) -> Exch
 def planned(tile: Tile, windows: Sequence[AnyWindow], ceil: bool = False) -> tuple[Site, Cuts, ExchangePlan]:
     """Name an operation, and find the owners of its outputs and the exchange that these need."""
     chosen, site = cut_windows(tile, windows), tile.mesh.site(tile.shape)
-    cuts = out_cuts(tile, chosen, tile.mesh.fusion.get(site, 0), ceil)
+    # A checkpoint computes it again in the backward, outside of the module that names its site.
+    reach = 0 if hooks_decide(unknown=False) else tile.mesh.fusion.get(site, 0)
+    cuts = out_cuts(tile, chosen, reach, ceil)
     return site, cuts, input_plan(tile, chosen, cuts)
 
 
@@ -351,7 +353,7 @@ def _avg_pool(
     sums = windowed(
         input, windows, ceil_mode, 0.0, lambda b: _window_sums(n, b, windows, rest, ceil_mode), work
     )
-    local, cuts = sums.local, sums.cuts
+    local, cuts = sums.held, sums.cuts
     if divisor_override is not None:
         return Tile.make((local / divisor_override).to(input.dtype), input.mesh, cuts)
     counts = torch.ones((), dtype=local.dtype, device=local.device)
@@ -438,8 +440,8 @@ def interpolate(
             or sizes[dim] != input.shape[dim]
             or scales[dim] not in (None, 1.0)
         ):
-            tile = _resample(tile, dim, taps, input.dtype)
-    return tile
+            tile = _resample(tile, dim, taps)
+    return input.clone() if tile is input else tile.to(input.dtype)  # rounded once, as torch does
 
 
 def _sizes(
@@ -515,7 +517,7 @@ def _smooth_taps(
     return Taps(torch.minimum(index, last.unsqueeze(1) - 1), weight / weight.sum(1, keepdim=True))
 
 
-def _resample(tile: Tile, dim: int, taps: Taps, dtype: torch.dtype) -> Tile:
+def _resample(tile: Tile, dim: int, taps: Taps) -> Tile:
     axis = next((a for a, cut in cut_axes(tile.cuts) if cut.dim == dim), None)
     cuts, index, weight = tile.cuts, taps.index, taps.weight
     if axis is None:
@@ -530,7 +532,7 @@ def _resample(tile: Tile, dim: int, taps: Taps, dtype: torch.dtype) -> Tile:
         rows = slice(*split.held(own))
         index, weight = index[rows] - spans[own][0], None if weight is None else weight[rows]
         cuts = tuple(Cut(dim, split) if a == axis else c for a, c in enumerate(cuts))
-    return Tile.make(_weighted(buffer, dim, index, weight, dtype), tile.mesh, cuts)
+    return Tile.make(_weighted(buffer, dim, index, weight), tile.mesh, cuts)
 
 
 def _follow(source: Split, taps: Taps) -> Split:
@@ -561,11 +563,11 @@ def _span(index: Tensor) -> tuple[int, int]:
     return (0, 0) if index.numel() == 0 else (int(index.min()), int(index.max()) + 1)
 
 
-def _weighted(buffer: Tensor, dim: int, index: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _weighted(buffer: Tensor, dim: int, index: Tensor, weight: Tensor | None) -> Tensor:
     index = index.to(buffer.device)
     if weight is None:
         return buffer.index_select(dim, index[:, 0])
-    weight = weight.to(buffer.device, dtype)
+    buffer, weight = buffer.to(weight.dtype), weight.to(buffer.device)
     shape = (-1, *(1,) * (-1 - dim))
     taps = range(index.shape[1])
     parts = [buffer.index_select(dim, index[:, k]) * weight[:, k].view(shape) for k in taps]

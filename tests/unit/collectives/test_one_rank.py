@@ -1,11 +1,14 @@
 """The torch carrier on one rank; staging GPU tensors through the CPU; names, and the recorded timeline."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import commsched as hvd
+from commsched import spatial
+from commsched.channels import SilentChannel
 from commsched.collectives.carrier import OperationNames, ReduceOp, Reduction
 from commsched.collectives.job import registered_id
 from commsched.collectives.torch_carrier.operation_queue import Operation, OperationRunner, Timeline
@@ -13,6 +16,7 @@ from commsched.errors import CommError
 from commsched.process.groups import device_name, nccl_usable
 from commsched.process.launch import ALONE
 from commsched.process.rendezvous import meet
+from commsched.spatial.tile import Tile
 
 
 @pytest.fixture
@@ -22,6 +26,27 @@ def alone(monkeypatch):
     hvd.init()
     yield hvd
     hvd.shutdown()
+
+
+@pytest.mark.parametrize("unsupported", ["error", "gather"])
+def test_tiles_that_are_whole_on_every_rank_are_plain_tensors_and_parts_are_refused(alone, unsupported):
+    """The engine was given the memory of the local part with the size of the whole."""
+    mesh = spatial.Mesh(SilentChannel(0, 2), (1, 2), (-2, -1), unsupported)
+    loss = Tile.make(torch.tensor([2.5]), mesh, (None, None))
+    for found in (
+        alone.allreduce(loss),
+        alone.broadcast(loss, 0),
+        alone.allgather(loss),
+        alone.allreduce_(loss),
+    ):
+        assert type(found) is torch.Tensor and found.tolist() == [2.5]
+    part = spatial.from_local(torch.ones(1, 2, 4, 2), (1, 2, 4, 4), mesh)
+    for operation in (alone.allreduce, alone.allreduce_async_, alone.allgather_async):
+        with pytest.raises(ValueError, match="memory of its own, but got a Tile on cpu; .*, pass tile.local"):
+            operation(part)
+    norm = alone.SyncBatchNorm(2, process_set=SimpleNamespace(size=lambda: 2))
+    with pytest.raises(ValueError, match="SyncBatchNorm needs .* got a Tile on cpu; for tiles use"):
+        norm(part)
 
 
 def staged(kind, tensors, outputs=(), **more):

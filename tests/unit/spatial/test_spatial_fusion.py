@@ -8,12 +8,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from commsched import spatial
 from commsched.channels import Channel
 from commsched.spatial import fetch
 from commsched.spatial.intervals import Split, TransposedWindow, Window, spare_margin
+from commsched.spatial.layout import recut
 from commsched.spatial.mesh import Mesh, Rates
 from commsched.spatial.shard import cost, dry_runner, find_fusion, name_hooks
 from tests.support.spatial_cases import integers, on_threads
@@ -175,6 +178,61 @@ def test_models_train_as_in_one_process(name: str, fuse: int, overlap: str, grid
         return len(spatial.current_mesh().fusion)
 
     assert all(on_threads(grid[0] * grid[1], run))  # something was fused
+
+
+def test_no_user_sees_a_halo() -> None:
+    """Hooks, and outputs in objects, had rows of the neighbours in ``.local``."""
+
+    def run(channel: Channel) -> None:
+        mesh = spatial.Mesh(channel, (2, 1), (-2, -1))
+        layers, heights = [nn.Conv2d(1, 1, 3, padding=1) for _ in range(3)], []
+        first = spatial.shard(nn.Sequential(*layers), (2, 1), channel=channel, fuse_halo=3)
+        for layer in layers:
+            layer.register_forward_hook(lambda _, args, output: heights.append(output.local.shape[2]))
+        tile = spatial.scatter(torch.zeros(1, 1, 16, 16), mesh)
+        first(tile)
+        assert heights[-3:] == [8, 8, 8] and spatial.current_mesh().fusion
+        wide = recut(tile, {0: Split((0, 8, 16), margin=(1, 1))})
+        assert wide.local.shape[2] == 8 and wide.held.shape[2] == 9
+        wide.mul_(2).local.add_(1)
+        with pytest.raises(ValueError, match=r"tile.local was changed in place while the tile holds a halo"):
+            wide + 1
+
+    on_threads(2, run)
+
+
+class Checkpointed(nn.Module):
+    """Functional windows, which the backward computes again outside of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(4, 2, 2, 3, 3).double().unbind())
+
+    def block(self, x: Tensor) -> Tensor:
+        for weight in list(self.weights)[1:]:
+            x = F.max_pool2d(F.conv2d(x, weight, padding=1).relu(), 3, 1, 1)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, F.conv2d(x, self.weights[0], padding=1), use_reentrant=False)
+
+
+def test_checkpoints_compute_the_same_halos_again() -> None:
+    """Sites were unknown in the recomputation, whose tensors were narrower than those of the forward."""
+    torch.manual_seed(0)
+    plain, image = Checkpointed(), torch.randn(1, 2, 20, 20).double()
+    expected = outcome(plain, image)[2:]
+
+    def run(channel: Channel) -> None:
+        model = spatial.shard(copy.deepcopy(plain), (2, 1), channel=channel, fuse_halo=3)
+        model.zero_grad()
+        model(spatial.scatter(image)).square().sum().backward()
+        spatial.sum_gradients(model.parameters())
+        assert spatial.current_mesh().fusion
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+
+    on_threads(2, run)
 
 
 def test_a_group_fetches_once() -> None:

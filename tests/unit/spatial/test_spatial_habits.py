@@ -65,6 +65,27 @@ def test_half_precision_is_added_up_in_float32(name: str, dtype: torch.dtype) ->
         torch.testing.assert_close(found, wanted, rtol=4 * torch.finfo(dtype).eps, atol=0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_half_precision_is_interpolated_as_exactly_as_torch_does(mode: str, dtype: torch.dtype) -> None:
+    """Each weighted pixel and each dimension was rounded on its own."""
+
+    def function(x: Tensor) -> Tensor:
+        return F.interpolate(x, size=(23, 45), mode=mode)
+
+    x = torch.randn(1, 2, 30, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = function(x.double())
+    torchs = (function(x).double() - exact).abs().max()
+
+    def work(channel: Channel) -> Tensor:
+        model = spatial.shard(Calls(function), GRID, channel=channel)
+        return spatial.gather(model(spatial.scatter(x))).local
+
+    for found in on_threads(2, work):
+        # Both round one sum in float32, of which the last bits may differ.
+        assert (found.double() - exact).abs().max() <= torchs + rounding(torch.float32, 64)
+
+
 class Calls(nn.Module):
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -144,6 +165,73 @@ def test_writes_to_a_gathered_image_reach_the_tile(name: str) -> None:
     on_threads(2, work)
 
 
+VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "channels": (lambda y: y[:, 1:3], ""),
+    "a crop": (lambda y: y[..., 1:3, 2:7], ""),
+    "tokens": (lambda y: y.flatten(2).transpose(1, 2), ""),
+    "rows and columns": (lambda y: y.transpose(2, 3), ""),
+    "windows": (lambda y: y.view(2, 4, 2, 3, 4, 2), ""),
+    "what torch copies": (lambda y: y.transpose(2, 3).reshape(2, 4, -1), ""),
+    "padded by nothing": (lambda y: F.pad(y, (0, 0)), ""),
+    "rolled by nothing": (lambda y: y.roll(8, 3), ""),
+    "of its own size": (lambda y: F.interpolate(y, scale_factor=1.0, mode="bilinear"), ""),
+    "a column": (lambda y: y[..., 0], r"y\[...\]"),
+    "a token": (lambda y: y.flatten(2)[..., 3], r"y\[...\]"),
+    "windows across the cut": (lambda y: y.view(2, 4, 6, 1, 8)[:, 1:].view(2, 3, 3, 2, 8), r"y.view\(...\)"),
+    "half of the image": (lambda y: y.chunk(2, 3)[1], r"y.chunk\(...\)"),
+    "a view of a copy": (lambda y: y[..., 0][:, 1:].unsqueeze(0), r"y\[...\]"),
+    "all pixels": (lambda y: y.ravel(), r"y.ravel\(...\)"),
+    "the diagonal": (lambda y: y.diagonal(0, 2, 3), r"y.diagonal\(...\)"),
+}
+
+
+@pytest.mark.parametrize("order", ["write to the view", "write to the viewed", "write to the view alone"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_share_memory_as_in_one_process_or_refuse_writes(name: str, order: str) -> None:
+    view, refused = VIEWS[name]
+
+    def function(x: Tensor) -> Tensor:
+        y = x * 1
+        part = view(y)
+        if order == "write to the view alone":
+            del y
+            part += 3
+            return part.sum()
+        (part if order == "write to the view" else y).mul_(2)
+        return (y if order == "write to the view" else part).square().sum()
+
+    x = torch.arange(2.0 * 4 * 6 * 8).double().view(2, 4, 6, 8)
+    wanted = function(x)
+
+    def work(channel: Channel) -> None:
+        model = spatial.shard(Calls(function), (2, 2), channel=channel, unsupported="gather")
+        if refused and order != "write to the view alone":
+            with pytest.raises(ValueError, match=rf"Calls: {refused} is a copy on a grid of \(2, 2\)"):
+                model(spatial.scatter(x))
+        else:
+            assert torch.equal(spatial.gather(model(spatial.scatter(x))).local, wanted)
+
+    on_threads(4, work)
+
+
+def test_a_write_to_a_view_reaches_the_margins_of_its_tile() -> None:
+    """A view without the wide halo of its tile left the halo as it was."""
+    layers = nn.ModuleList(nn.Conv2d(2, 2, 3, padding=1) for _ in range(3)).double()
+
+    def function(x: Tensor) -> Tensor:
+        y = layers[1](layers[0](x))
+        y.view(2, 2, -1).mul_(2)
+        return layers[2](y)
+
+    wanted = function(image())
+
+    def work(channel: Channel) -> None:
+        model = spatial.shard(Calls(function), GRID, channel=channel, fuse_halo=3)
+        torch.testing.assert_close(spatial.gather(model(spatial.scatter(image()))).local, wanted)
+
+    on_threads(2, work)
+
+
 def changed_between(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     first = function(x)
     x.mul_(2)
@@ -164,7 +252,7 @@ WITH_ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
     "pixels": lambda x: torch.where(x > 0)[3],
     "index": lambda x: x[True] + x[:, None, 0],
     "tuple": lambda x: torch.sort(x, 2, out=(y := x * 0, (x * 0).long())).values + y,
-    "changed tokens": lambda x: changed_between(x.flatten(2), lambda y: y.cumsum(-1)),
+    "changed tokens": lambda x: changed_between((x * 1).flatten(2), lambda y: y.cumsum(-1)),
     "scale": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True, scale=0.1),
     "weighted": lambda x: F.mse_loss(x, 2 * x, weight=x.abs()),
     "sum over classes": lambda x: F.cross_entropy(x, (x[:, 0] > 0).long(), size_average=False),
@@ -303,6 +391,39 @@ def test_dry_runs_leave_a_model_as_it_was() -> None:
             torch.testing.assert_close(each, whole, rtol=exact, atol=exact)
 
 
+@pytest.mark.parametrize("needed", [False, True])
+def test_dry_runs_call_a_hook_only_if_the_model_needs_it(needed: bool) -> None:
+    """Lists outside of the model had the tensors without data of the dry runs, too."""
+    plain, x = net(), image()
+    wanted = plain(x)
+
+    def work(channel: Channel) -> list[bool]:
+        model, seen = copy.deepcopy(plain), []
+        spatial.shard(model, GRID, channel=channel, fuse_halo=2)
+        model[1].register_forward_hook(lambda _, args, output: seen.append(output.local.is_meta))
+        if needed:
+            model[0].register_forward_pre_hook(lambda _, args: args[0][0])
+        found = model((spatial.scatter(x),)) if needed else model(spatial.scatter(x))
+        torch.testing.assert_close(spatial.gather(found), wanted)
+        return seen
+
+    for seen in on_threads(2, work):
+        assert seen[-1] is False and (needed or seen == [False])
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_compiling_a_sharded_model_is_refused(inside: bool) -> None:
+    model = spatial.shard(net(), (1, 1), channel=spatial.SilentChannel(0, 1))
+    if inside:
+        model[0] = torch.compile(model[0], backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    with pytest.raises(
+        ValueError, match="torch.compile cannot trace tiles, .*; call the model and its modules"
+    ):
+        model(spatial.scatter(image()))
+
+
 def test_class_weights_with_any_index_to_ignore() -> None:
     torch.manual_seed(0)
     scores, wanted = torch.randn(2, 3, 8, 8).double(), torch.randint(3, (2, 8, 8))
@@ -340,3 +461,94 @@ class Casts(nn.Module):
         for part in self.parts:
             x = part(x.to(part.weight.dtype))
         return x
+
+
+# -- training scripts ----------------------------------------------------------------------------------------
+
+Summed = Callable[[nn.Module], None]
+TARGET = torch.randint(3, (2, 8, 8), generator=torch.Generator().manual_seed(2))
+
+
+def trained(model: nn.Module, x: Tensor, target: Tensor, summed: Summed) -> list[Any]:
+    """Scaled losses of crops, clipped gradients, an average of the weights, evaluations between the steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    found: list[Any] = []
+    for _ in range(2):
+        loss = F.cross_entropy(model(x)[..., 1:-2, 2:-1], target[..., 1:-2, 2:-1])
+        scaler.scale(loss).backward()
+        summed(model)
+        scaler.unscale_(optimizer)
+        found.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        found += [loss.item(), *measured(model, x, target, summed)]
+    return [*found, *measured(average, x, target, summed), *average.state_dict().values()]
+
+
+def measured(model: nn.Module, x: Tensor, target: Tensor, summed: Summed) -> list[Any]:
+    """Accuracy, overlap by class and a confusion matrix."""
+    model.eval()
+    with torch.no_grad():
+        chosen = model(x).argmax(1)
+    model.train()
+    pairs = [(chosen == c, target == c) for c in range(3)]
+    overlaps = [(a & b).sum() / (a | b).sum().clamp(min=1) for a, b in pairs]
+    confusion = torch.bincount((target * 3 + chosen).flatten(), minlength=9)
+    return [(chosen == target).double().mean().item(), *overlaps, confusion]
+
+
+def restored(model: nn.Module, x: Tensor, target: Tensor, summed: Summed) -> list[Any]:
+    """A state goes through a plain model and back."""
+    trained(model, x, target, summed)
+    plain = copy.deepcopy(model)
+    spatial.unshard(plain)
+    nn.init.zeros_(plain[0].weight)
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(plain.state_dict())
+    return [*plain.state_dict().values(), model(x)]
+
+
+def searched(model: nn.Module, x: Tensor, target: Tensor, summed: Summed) -> list[Any]:
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), target)
+        loss.backward()
+        summed(model)
+        return loss
+
+    optimizer.step(closure)
+    return list(model.state_dict().values())
+
+
+def batch_normed() -> nn.Sequential:
+    first, relu, second = net(channels=3)
+    return nn.Sequential(first, nn.BatchNorm2d(4).double(), relu, second)
+
+
+@pytest.mark.parametrize("script", [trained, restored, searched])
+def test_training_scripts_do_what_they_do_in_one_process(script: Callable[..., list[Any]]) -> None:
+    plain = batch_normed()  # not in the threads, which share one generator
+    wanted = script(copy.deepcopy(plain), image(), TARGET, lambda model: None)
+
+    def work(channel: Channel) -> None:
+        model = copy.deepcopy(plain)
+        spatial.shard(model, (2, 2), channel=channel, unsupported="gather", fuse_halo=2)
+        found = script(
+            model,
+            spatial.scatter(image()),
+            spatial.scatter(TARGET),
+            lambda model: spatial.sum_gradients(model.parameters()),
+        )
+        for one, other in zip(found, wanted, strict=True):
+            one = spatial.gather(one).local if isinstance(one, spatial.Tile) else one
+            torch.testing.assert_close(one, other, check_dtype=False)
+
+    on_threads(4, work)
