@@ -396,6 +396,55 @@ def test_a_required_argument_may_be_none() -> None:
     assert_close(weights, in_one_process(model, data)[0])
 
 
+class Weighted(Called):
+    """Weighs each row by the length of its text."""
+
+    def forward(self, x: Tensor, texts: Any, scale: float = 1.0) -> Tensor:
+        lengths = torch.tensor([len(text) for text in texts], dtype=x.dtype)
+        return super().forward(x) * lengths[:, None] * scale
+
+
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1), (2, 2)])
+def test_rows_of_lists_are_cut_and_numbers_may_change_from_step_to_step(mesh: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model = Weighted(linears(4)).double()
+    texts = [["a" * ((row + step) % 5) for row in range(12)] for step in range(3)]
+    data = [((x, texts[step], 1.0 - 0.1 * step), y) for step, (x, y) in enumerate(batches(3))]
+    weights, losses, _ = train(model, data, mesh[0] * mesh[1], momentum, mesh=mesh, num_microbatches=3)
+    wanted, expected = in_one_process(model, data)
+    assert_close(weights, wanted)
+    assert losses == pytest.approx(expected, rel=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [(tuple(range(12)), "a tuple of as many numbers"), (["a"] * 12, "rows of tensors only: pass a tensor")],
+)
+def test_lists_whose_rows_cannot_be_told_are_refused(given: Any, message: str) -> None:
+    (x, y), mesh = batches(1)[0], (1, 1) if type(given) is tuple else (2, [2, 1])
+    with pytest.raises(ValueError, match=message):
+        model, size = Weighted(linears(4)).double(), 1 if mesh == (1, 1) else 3
+        train(model, [((x, given), y)], size, mesh=mesh, num_microbatches=2)
+
+
+class Unrowed(Called):
+    """A value without rows crosses a cut."""
+
+    def __init__(self, parts: Any) -> None:
+        super().__init__(parts)
+        self.scale = nn.Parameter(torch.ones(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale.tanh()
+        return super().forward(x * scale) + scale
+
+
+@pytest.mark.parametrize("counts", [[2, 1], [1, 2]])
+def test_stages_with_other_numbers_of_replicas_refuse_values_without_rows(counts: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"rows, and a tensor has the shape \[1, 6\]: expand it"):
+        train(Unrowed(linears(4)).double(), batches(1), 3, mesh=(2, counts))
+
+
 # -- modes, checkpoints in memory, and states ----------------------------------------------------------------
 
 
