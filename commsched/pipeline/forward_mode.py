@@ -266,7 +266,10 @@ class ForwardMode(TorchFunctionMode):
 
     def _written(self, target: Tensor, device: torch.device, grad: bool) -> Tensor:
         """Another stage writes into a tensor: the same tensor has a new number from now on."""
-        self.found.written.update(self._storages.get(storage_of(target), ()))
+        shared = set(self._storages.get(storage_of(target), ()))
+        self.found.written |= shared
+        if len(shared) > 1:
+            self.found.writes.append((shared, self.current, len(self.found.maker), code_place()))
         if not isinstance(target, Absent) and self.number(target) is None and target._is_view():
             raise ValueError(
                 f"this model cannot be cut: {code_place()} writes a value of another stage into a part of a"

@@ -295,6 +295,8 @@ class Operations:
     last_use: dict[int, int] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)
     last_moment: dict[int, int] = field(default_factory=dict)
+    writes: list[tuple[set[int], int, int, str]] = field(default_factory=list)
+    """Of operations that write to memory of several results: the results, layer, moment and line of code."""
     inputs: dict[int, float] = field(default_factory=dict)
     decisions: list[Any] = field(default_factory=list)
     writes_inputs: bool = False
@@ -312,7 +314,16 @@ class Operations:
 
     def crossing(self, cut: int) -> tuple[int, ...]:
         """The numbers of the results that cross a border: made before layer ``cut``, read in it or later."""
-        return tuple(n for n, maker in enumerate(self.maker) if maker < cut <= self.last_use.get(n, -1))
+        found = tuple(n for n, maker in enumerate(self.maker) if maker < cut <= self.last_use.get(n, -1))
+        for shared, layer, moment, place in self.writes:
+            several = shared.intersection(found)
+            if layer >= cut and len(several) > 1 and any(self.last_moment[n] > moment for n in several):
+                raise ValueError(
+                    f"the model cannot be cut before layer {cut}: a tensor and a view of it are both sent to"
+                    f" the next stage, and {place} writes to one of them, which would not change the other;"
+                    " write to a copy (x = x * 2 instead of x *= 2), or choose other cuts"
+                )
+        return found
 
     def before(self, layer: int) -> int:
         """How many results the layers before ``layer`` make."""

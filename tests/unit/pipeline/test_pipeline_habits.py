@@ -427,6 +427,29 @@ def test_lists_whose_rows_cannot_be_told_are_refused(given: Any, message: str) -
         train(model, [((x, given), y)], size, mesh=mesh, num_microbatches=2)
 
 
+class Aliased(Called):
+    """A tensor and a view of it cross a cut, and one is written to after that."""
+
+    writes_view = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.parts[0](x) * 1.5
+        part = whole.view(-1, 2, WIDTH // 2)
+        y = self.parts[1](x)
+        (part if self.writes_view else whole).mul_(2.0)
+        return self.parts[2](whole + y) * part.flatten(1).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_memory_that_two_values_share_is_not_written_to_after_a_cut(view: bool) -> None:
+    model, data = Aliased(linears(3)).double(), batches(2)
+    model.writes_view = view
+    weights, _, _ = train(model, data, 2, momentum, mesh=(2, 1), cuts=[0, 2])
+    assert_close(weights, in_one_process(model, data)[0])
+    with pytest.raises(ValueError, match=r"before layer 1.*\(part if self.writes_view.*write to a copy"):
+        train(model, data, 2, momentum, mesh=(2, 1), cuts=[0, 1])
+
+
 class Unrowed(Called):
     """A value without rows crosses a cut."""
 
