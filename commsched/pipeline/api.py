@@ -22,6 +22,7 @@ from commsched.pipeline.exchange import Inputs, checked_pair
 from commsched.pipeline.factory import Make, WeightSource, keep_freed_memory
 from commsched.pipeline.interpreter import EVALUATED, Evaluation, Interpreter, Losses
 from commsched.pipeline.messages import Fabric, ProcessFabric
+from commsched.pipeline.random_state import StepSeeds
 from commsched.pipeline.reduction import checked_ties, share_ties, sum_ties
 from commsched.pipeline.shares import Count, Sampling, StepSampler, Terms, rows_to_pass
 from commsched.pipeline.stage import GradientTypes, Loss
@@ -162,7 +163,8 @@ class Pipeline:
         self._updates = maker.make(self.stages, ties)
         self._losses = Losses(self.layout, self.fabric, self.stages)
         terms = None if count is None else Terms(count, self.layout, self.fabric)
-        self._inputs = Inputs(self.layout, self.rank, self.stages, chain.arguments, terms)
+        seeds = StepSeeds() if self.fabric.own_generator and self.fabric.size > 1 else None
+        self._inputs = Inputs(self.layout, self.rank, self.stages, chain.arguments, terms, seeds)
         self._evaluation = Evaluation(self.program, self.fabric, self.stages, self._inputs, self._losses)
         self._interpreter = Interpreter(
             self.program,
@@ -217,7 +219,8 @@ class Pipeline:
         with self._health.guarded():
             self._interpreter.restart()
             self._losses.settle()
-        self._inputs.given.clear()
+        for period in list(self._inputs.given):
+            self._inputs.forget(period)
         self._periods, self._done = 0, -self._ahead
         return losses
 

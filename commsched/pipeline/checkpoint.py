@@ -82,6 +82,7 @@ def taken(pipeline: Running) -> dict[str, Any]:
             for name in _PROGRESS
         },
         "batches": dict(pipeline._inputs.given),
+        "seeds": None if (seeds := pipeline._inputs.seeds) is None else (seeds.taken, dict(seeds)),
         "shares": dict(exchange.shares),
         "terms": dict(terms or {}),
         "arrived": dict(exchange.inbox.arrived),
@@ -180,6 +181,10 @@ def resumed(pipeline: Running, state: dict[str, Any]) -> None:
         setattr(interpreter, name, type(getattr(interpreter, name))(state["interpreter"][name]))
     interpreter._told = pipeline._done - 1
     pipeline._inputs.given = dict(state["batches"])
+    seeds, kept = pipeline._inputs.seeds, state.get("seeds")  # older checkpoints have none
+    if seeds is not None and kept is not None:
+        seeds.taken = kept[0]
+        seeds.update(kept[1])
     exchange.shares.update(state["shares"])
     if pipeline._inputs.terms is not None:
         pipeline._inputs.terms.update(state["terms"])

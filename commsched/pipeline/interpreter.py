@@ -23,6 +23,7 @@ from commsched.errors import CommError
 from commsched.pipeline.chain import follow_model
 from commsched.pipeline.exchange import Exchange, Inputs, tellers
 from commsched.pipeline.messages import Fabric, from_first, in_words, receive_object, send_object
+from commsched.pipeline.random_state import drawing_from
 from commsched.pipeline.stage import Loss, Micro, Saved, Stage
 from commsched.pipeline.update import Update
 from scheduler.ir.actions import Action, Kind, last_gradient, position
@@ -178,7 +179,8 @@ class Interpreter:
         self.updates[number].prepare(weights)
         try:
             start = perf_counter()
-            leaves = stage.forward(micro, arguments, weights, head)
+            with drawing_from(self.inputs.seed(self.exchange, number, micro), stage.device):
+                leaves = stage.forward(micro, arguments, weights, head)
             self._note(action, start)
         except CommError:
             raise
@@ -423,7 +425,8 @@ class Evaluation:
             return
         leaves, spec, cuts = self.inputs.arguments(exchange, number, micro)
         head = self.inputs.head(exchange, number, micro, count)
-        outputs = stage.run(Saved(stage.versions.newest, leaves, spec, head, [], micro, cuts))
+        with drawing_from(self.inputs.seed(exchange, number, micro), stage.device):
+            outputs = stage.run(Saved(stage.versions.newest, leaves, spec, head, [], micro, cuts))
         if head is not None and count is not None:
             if head.counts:
                 counted.append(outputs[0].double().cpu())

@@ -46,6 +46,7 @@ class Fabric(Protocol):
     rank: int
     size: int
     timeout: float
+    own_generator: bool  # False: the ranks are threads, which share torch's default generator
 
     def lane(self, name: str, traffic: comm_core.Traffic | None = None) -> Lane:
         """Messages that no other lane's can be taken for; every rank makes the same lanes in the same order.
@@ -88,6 +89,8 @@ class ProcessLane:
 
 class ProcessFabric:
     """The ranks of ``commsched.init()``. ``timeout``: seconds that a message may take (COMMSCHED_TIMEOUT)."""
+
+    own_generator = True
 
     def __init__(self, timeout: float | None = None) -> None:
         launch = carrier().launch
@@ -187,6 +190,8 @@ class ThreadLane:
 
 
 class ThreadFabric:
+    own_generator = False
+
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.world, self.rank, self.size, self.timeout = world, rank, world.size, world.timeout
         self._made = 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from hashlib import blake2b
 from types import FunctionType
 from typing import Any
 
@@ -32,6 +34,39 @@ def seed_random(seed: int, device: torch.device) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
+
+
+@contextmanager
+def drawing_from(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Within ``with``, torch's generators begin with this seed; None: they go on."""
+    if seed is None:
+        yield
+        return
+    before = random_state(device)
+    seed_random(seed, device)
+    try:
+        yield
+    finally:
+        set_random_state(before, device)
+
+
+class StepSeeds(dict[int, bytes]):
+    """Seeds of what the forwards of each period draw, where ranks have generators of their own.
+
+    Scripts seed all ranks alike, so that they read the same batches. Each forward of a stage, replica and
+    micro-batch begins with a seed of its own, made of torch's generator at the step's start and the number
+    of steps. The generator itself stays where it is, on ranks with any number of stages.
+    """
+
+    taken = 0
+
+    def take(self, period: int) -> None:
+        state = torch.get_rng_state().numpy().tobytes()
+        self[period] = blake2b(state + b"%d" % self.taken).digest()
+        self.taken += period >= 0  # evaluations do not count
+
+    def of(self, period: int, *place: int) -> int:
+        return int.from_bytes(blake2b(self[period] + repr(place).encode(), digest_size=8).digest(), "little")
 
 
 class SharedRandom:
@@ -65,7 +100,8 @@ def may_draw(func: Callable[..., Any]) -> bool:
     """Whether a call may draw random numbers: operations have a tag, functions in Python may call any."""
     if isinstance(func, FunctionType):
         return True
-    packet = getattr(func, "overloadpacket", func if hasattr(func, "overloads") else None)
-    packet = packet or getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+    packet: Any = getattr(func, "overloadpacket", func)
+    if not hasattr(packet, "overloads"):
+        packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
     overloads = packet.overloads() if hasattr(packet, "overloads") else ()
     return any(torch.Tag.nondeterministic_seeded in getattr(packet, name).tags for name in overloads)
