@@ -30,6 +30,7 @@ from commsched.pipeline.layers import (
     ordered,
     owners_of,
     run_in,
+    set_back,
     skeleton,
     traced_events,
 )
@@ -220,8 +221,15 @@ class ListStage(nn.Module):
         if self._stage_writes.get(mode, True):
             value = tree_map_only(Tensor, partial(_cloned_leaf, copies), value)
         result = value
-        for module in self._stage_calls:
-            result = module(result)
+        try:
+            for module in self._stage_calls:
+                result = module(result)
+        except AttributeError as error:
+            raise ValueError(
+                f"{error}: a stage of an nn.Sequential calls its own modules only, and cannot read what those"
+                " of others keep; of a class of your own (class Net(nn.Sequential): ...), every stage runs the"
+                " whole forward"
+            ) from error
         if copies and mode not in self._stage_writes:
             self._stage_writes[mode] = any(copied._version for copied in copies)
         return result if self._stage_last else (result,)
@@ -382,7 +390,7 @@ class PartialForward:
         device = mode.device
         eager = torch.compiler.set_stance("force_eager")  # torch.compile cannot see values that are absent
         with ONE_AT_A_TIME, eager, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            with intercepted(self._whole_layers, handle), mode:
+            with set_back(self.model, (int, float)), intercepted(self._whole_layers, handle), mode:
                 output = self.arguments.call(self.model, inputs)
         tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
         leaves = [leaf for leaf in tensors if isinstance(leaf, Absent)]

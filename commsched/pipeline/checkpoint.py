@@ -162,6 +162,7 @@ def _kept(saved: Saved) -> dict[str, Any]:
         "structure": tree_unflatten(range(len(saved.leaves)), saved.spec),
         "head": None if saved.head is None else (saved.head.targets, saved.head.weight, saved.head.counts),
         "random": saved.random,
+        "buffers": saved.buffers,
         "cuts": saved.cuts,
     }
 
@@ -228,6 +229,7 @@ def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
         spec = tree_flatten(kept["structure"])[1]
         version = versions.live[kept["version"]]
         saved = Saved(version, leaves, spec, head, kept["random"], micro, kept["cuts"])
+        saved.buffers = kept.get("buffers", {})
         stage.restore(micro, saved)
 
 

@@ -198,10 +198,10 @@ class ForwardMode(TorchFunctionMode):
             return leaf
         value = self.known(leaf)
         if value is leaf:
-            raise ValueError(
-                f"{code_place()} reads a value that no earlier stage has sent: the forward did other"
-                " operations than with earlier inputs of these shapes"
-            )
+            why = "the forward did other operations than with earlier inputs of these shapes"
+            if self.number(leaf) is None:
+                why = "an earlier forward has kept it; pass it to the model as an input"
+            raise ValueError(f"{code_place()} reads a value that no earlier stage has sent: {why}")
         return value
 
     def known(self, leaf: Absent) -> Tensor:

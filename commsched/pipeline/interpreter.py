@@ -24,7 +24,7 @@ from commsched.pipeline.chain import follow_model
 from commsched.pipeline.exchange import Exchange, Inputs, tellers
 from commsched.pipeline.messages import Fabric, from_first, in_words, receive_object, send_object
 from commsched.pipeline.random_state import drawing_from
-from commsched.pipeline.stage import Loss, Micro, Saved, Stage
+from commsched.pipeline.stage import Loss, Micro, Saved, Stage, Version
 from commsched.pipeline.update import Update
 from scheduler.ir.actions import Action, Kind, last_gradient, position
 from scheduler.ir.layout import Layout, is_token
@@ -179,7 +179,7 @@ class Interpreter:
         self.updates[number].prepare(weights)
         try:
             start = perf_counter()
-            with drawing_from(self.inputs.seed(self.exchange, number, micro), stage.device):
+            with _forward_of(stage, weights, micro, self.inputs, self.exchange):
                 leaves = stage.forward(micro, arguments, weights, head)
             self._note(action, start)
         except CommError:
@@ -327,6 +327,24 @@ class Interpreter:
         return v >= max(0, coming - self.delays[number])
 
 
+@contextmanager
+def _forward_of(
+    stage: Stage, weights: Version, micro: Micro, inputs: Inputs, exchange: Exchange
+) -> Iterator[None]:
+    """With random numbers of its own. ``ValueError`` where a forward writes to weights that have replicas."""
+    before = [leaf._version for leaf in weights.leaves]
+    with drawing_from(inputs.seed(exchange, stage.number, micro), stage.device):
+        yield
+    writes = zip(stage.versions.names, weights.leaves, before)
+    changed = [name for name, leaf, version in writes if leaf._version != version]
+    if changed and len(exchange.layout.members(stage.number)) > 1:
+        raise ValueError(
+            f"the forward writes to {', '.join(changed[:4])} (as nn.Embedding with max_norm= does), and each"
+            " replica does so for its own rows: write to parameters between steps, on all replicas alike, or"
+            " give the stage one replica"
+        )
+
+
 # -- batches outside of training: the forwards of the program, with the newest weights -----------------------
 
 EVALUATED = -1
@@ -425,7 +443,7 @@ class Evaluation:
             return
         leaves, spec, cuts = self.inputs.arguments(exchange, number, micro)
         head = self.inputs.head(exchange, number, micro, count)
-        with drawing_from(self.inputs.seed(exchange, number, micro), stage.device):
+        with _forward_of(stage, stage.versions.newest, micro, self.inputs, exchange):
             outputs = stage.run(Saved(stage.versions.newest, leaves, spec, head, [], micro, cuts))
         if head is not None and count is not None:
             if head.counts:

@@ -450,6 +450,118 @@ def test_memory_that_two_values_share_is_not_written_to_after_a_cut(view: bool) 
         train(model, data, 2, momentum, mesh=(2, 1), cuts=[0, 1])
 
 
+# -- forwards that do more than compute -------------------------------------------------------------------
+
+
+class Counted(Called):
+    """Scales by how often it has run."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+class Looked(nn.Module):
+    """Writes to its table in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(90, WIDTH, max_norm=1.0), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.table((10 * x.abs()).long()).sum(1))
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(*(torch.nn.utils.parametrizations.spectral_norm(part) for part in linears()))
+
+
+@pytest.mark.parametrize("make", [lambda: Counted(linears()), Looked, spectral])
+def test_forwards_may_count_and_change_weights_and_buffers(make: Callable[[], nn.Module]) -> None:
+    """Dry runs and recomputation do not count, and replicas may not write to weights."""
+    torch.manual_seed(0)
+    model, data = make().double(), batches(3)
+    weights, losses, _ = train(model, data, 2, momentum, mesh=(2, 1), recompute=make is spectral)
+    wanted, expected = in_one_process(model, data)
+    assert_close(weights, wanted)
+    assert losses == pytest.approx(expected, rel=ROUNDING)
+    if make is Looked:
+        with pytest.raises(ValueError, match="forward writes to table.weight .* each replica"):
+            train(model, data, 2, mesh=(1, 2))
+
+
+class Listed(Called):
+    """Has its weights in a list, too."""
+
+    def __init__(self, parts: Any) -> None:
+        super().__init__(parts)
+        self.weights = [part.weight for part in parts]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(super().forward(x), self.weights[-1])
+
+
+@pytest.mark.parametrize("make", [Called, Listed])
+def test_parameters_that_no_stage_trains_are_refused(make: Any) -> None:
+    def work(fabric: Any) -> None:
+        model = make(linears())
+        every = list(model.parameters()) if make is Called else []
+
+        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+            return loss_of(outputs, targets) + 0.1 * sum(p.norm() for p in every)
+
+        Pipeline(model, mesh=(2, 1), loss=loss, optimizer=sgd, fabric=fabric).step(batches(1)[0])
+
+    with pytest.raises(ValueError, match="it does not train.*weight_decay="):
+        on_threads(2, work)
+
+
+class Keeping(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = super().forward(x)
+        return torch.tanh(self.kept)
+
+
+class Reading(nn.Linear):
+    def __init__(self, read: nn.Module) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.read = [read]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.read[0].kept
+
+
+class Net(nn.Sequential):
+    pass
+
+
+def test_activations_that_a_module_keeps_for_a_later_one() -> None:
+    torch.manual_seed(0)
+    first = Keeping(WIDTH, WIDTH)
+    parts, data = [first, nn.Linear(WIDTH, WIDTH), Reading(first)], batches(2)
+    weights, _, _ = train(Net(*parts).double(), data, 3, momentum, mesh=(3, 1))
+    assert_close(weights, in_one_process(Net(*parts), data)[0])
+    assert not hasattr(first, "kept") or isinstance(first.kept, Tensor)
+    with pytest.raises(ValueError, match=r"no attribute 'kept'.*class Net\(nn.Sequential\)"):
+        train(nn.Sequential(*parts), data, 3, mesh=(3, 1))
+
+
+def test_an_optimizer_may_train_nothing_of_a_stage() -> None:
+    def of_first(named_parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            [{"params": [p for n, p in named_parameters if n.startswith("parts.0")]}], lr=0.1
+        )
+
+    model, data = Called(linears()).double(), batches(2)
+    weights, _, _ = train(model, data, 4, of_first, mesh=(2, 2))
+    assert torch.equal(weights["parts.1.weight"], model.parts[1].weight)
+    assert not torch.equal(weights["parts.0.weight"], model.parts[0].weight)
+    with pytest.raises(ValueError, match=r"parts.*\[{'params': chosen}\]"):
+        train(model, data, 2, lambda params: torch.optim.SGD(params[2:]), mesh=(2, 1))
+
+
 class Unrowed(Called):
     """A value without rows crosses a cut."""
 
