@@ -22,7 +22,6 @@ from commsched.pipeline.exchange import Inputs, checked_pair
 from commsched.pipeline.factory import Make, WeightSource, keep_freed_memory
 from commsched.pipeline.interpreter import EVALUATED, Evaluation, Interpreter, Losses
 from commsched.pipeline.messages import Fabric, ProcessFabric
-from commsched.pipeline.random_state import StepSeeds
 from commsched.pipeline.reduction import checked_ties, share_ties, sum_ties
 from commsched.pipeline.shares import Count, Sampling, StepSampler, Terms, rows_to_pass
 from commsched.pipeline.stage import GradientTypes, Loss
@@ -163,8 +162,7 @@ class Pipeline:
         self._updates = maker.make(self.stages, ties)
         self._losses = Losses(self.layout, self.fabric, self.stages)
         terms = None if count is None else Terms(count, self.layout, self.fabric)
-        seeds = StepSeeds() if self.fabric.own_generator and self.fabric.size > 1 else None
-        self._inputs = Inputs(self.layout, self.rank, self.stages, chain.arguments, terms, seeds)
+        self._inputs = Inputs(self.layout, self.rank, self.stages, chain.arguments, terms)
         self._evaluation = Evaluation(self.program, self.fabric, self.stages, self._inputs, self._losses)
         self._interpreter = Interpreter(
             self.program,
@@ -219,8 +217,7 @@ class Pipeline:
         with self._health.guarded():
             self._interpreter.restart()
             self._losses.settle()
-        for period in list(self._inputs.given):
-            self._inputs.forget(period)
+        self._inputs.given.clear()
         self._periods, self._done = 0, -self._ahead
         return losses
 

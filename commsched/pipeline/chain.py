@@ -226,9 +226,8 @@ class ListStage(nn.Module):
                 result = module(result)
         except AttributeError as error:
             raise ValueError(
-                f"{error}: a stage of an nn.Sequential calls its own modules only, and cannot read what those"
-                " of others keep; of a class of your own (class Net(nn.Sequential): ...), every stage runs the"
-                " whole forward"
+                f"{error}: a stage of an nn.Sequential calls its own modules only; if one reads what another"
+                " keeps, make it a class of your own (class Net(nn.Sequential): ...)"
             ) from error
         if copies and mode not in self._stage_writes:
             self._stage_writes[mode] = any(copied._version for copied in copies)

@@ -82,7 +82,6 @@ def taken(pipeline: Running) -> dict[str, Any]:
             for name in _PROGRESS
         },
         "batches": dict(pipeline._inputs.given),
-        "seeds": None if (seeds := pipeline._inputs.seeds) is None else (seeds.taken, dict(seeds)),
         "shares": dict(exchange.shares),
         "terms": dict(terms or {}),
         "arrived": dict(exchange.inbox.arrived),
@@ -147,6 +146,7 @@ def _stage(stage: Stage, update: Update) -> dict[str, Any]:
         "saved": {micro: _kept(saved) for micro, saved in stage.saved.items()},
         "grads": {period: _plain(list(grads)) for period, grads in stage.grads.items()},
         "losses": dict(stage.losses),
+        "forwards": stage.forwards,
         "update": update.state(),
     }
 
@@ -182,10 +182,6 @@ def resumed(pipeline: Running, state: dict[str, Any]) -> None:
         setattr(interpreter, name, type(getattr(interpreter, name))(state["interpreter"][name]))
     interpreter._told = pipeline._done - 1
     pipeline._inputs.given = dict(state["batches"])
-    seeds, kept = pipeline._inputs.seeds, state.get("seeds")  # older checkpoints have none
-    if seeds is not None and kept is not None:
-        seeds.taken = kept[0]
-        seeds.update(kept[1])
     exchange.shares.update(state["shares"])
     if pipeline._inputs.terms is not None:
         pipeline._inputs.terms.update(state["terms"])
@@ -220,6 +216,7 @@ def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
     for period, grads in state["grads"].items():
         stage.grads[period] = [None if grad is None else grad.clone() for grad in grads]
     stage.losses.update(state["losses"])
+    stage.forwards = state.get("forwards", 0)  # older checkpoints have none
     for micro, kept in state["saved"].items():
         leaves = [
             leaf.clone().requires_grad_(flag) if isinstance(leaf, Tensor) else leaf

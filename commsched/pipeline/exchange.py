@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map
 from comm_core import Traffic
 from commsched.pipeline.layers import Arguments
 from commsched.pipeline.messages import Description, Fabric, Inbox, Leaf, Outbox, is_gradient, no_gradient
-from commsched.pipeline.random_state import StepSeeds
 from commsched.pipeline.rows import (
     Cut,
     Cuts,
@@ -66,6 +65,7 @@ class Exchange:
     ) -> None:
         self.layout, self.rank, self.stages = layout, fabric.rank, stages
         self.shares = Shares(layout, fabric, name)
+        self.own_generator = fabric.own_generator and fabric.size > 1
         # Each is needed several times for every micro-batch.
         self.place: Callable[[int, int, int], tuple[int, int, int]] = cache(partial(_place_of, layout))
         self.peers: Callable[[int, int, int], tuple[int, ...]] = cache(partial(_peers, layout, self.rank))
@@ -305,7 +305,6 @@ class Inputs:
     """``given[p]``: inputs and targets of period p. ``arguments`` makes the forward's arguments of inputs.
     ``tells``: whether this rank adds to the value of the loss; tiles of one replica all have the same, so
     only the first does. ``terms``: by which a step's loss is divided; None: losses are means over rows.
-    ``seeds``: of what forwards draw; None: torch's generator goes on.
     """
 
     def __init__(
@@ -315,9 +314,8 @@ class Inputs:
         stages: dict[int, Stage],
         arguments: Arguments,
         terms: Terms | None = None,
-        seeds: StepSeeds | None = None,
     ) -> None:
-        self.layout, self.rank, self.stages, self.terms, self.seeds = layout, rank, stages, terms, seeds
+        self.layout, self.rank, self.stages, self.terms = layout, rank, stages, terms
         self.given: dict[int, Batch] = {}
         self._arguments = arguments
         self._spec: Any = None
@@ -331,8 +329,6 @@ class Inputs:
         if self.layout.stages - 1 in self.stages:
             targets = tree_map(_clone, batch[1]) if copy else batch[1]
         self.given[period] = inputs, targets
-        if self.seeds is not None:
-            self.seeds.take(period)
 
     def count_terms(self, period: int, batch: Any, local: bool) -> None:
         """Counts the terms of a batch whose loss is wanted."""
@@ -342,8 +338,6 @@ class Inputs:
     def forget(self, period: int) -> None:
         """The period is over."""
         self.given.pop(period, None)
-        if self.seeds is not None:
-            self.seeds.pop(period, None)
         if self.terms is not None:
             self.terms.forget(period)
 
@@ -381,12 +375,6 @@ class Inputs:
     def _cut(self, exchange: Exchange, which: int, micro: Micro, rows: Range) -> Any:
         """These rows of the inputs (0) or targets (1)."""
         return cut(self.given[micro[1]][which], rows, exchange.shares[micro[1]].passed)
-
-    def seed(self, exchange: Exchange, number: int, micro: Micro) -> int | None:
-        """Of what a stage's forward draws; the tiles of a replica draw the same."""
-        if self.seeds is None:
-            return None
-        return self.seeds.of(micro[1], number, exchange.place(number, self.rank, micro[0])[0], micro[0])
 
     def _weight(self, exchange: Exchange, number: int, micro: Micro) -> float:
         """The factor that makes this rank's loss of a micro-batch its part of the step's mean."""

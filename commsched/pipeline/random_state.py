@@ -37,36 +37,18 @@ def seed_random(seed: int, device: torch.device) -> None:
 
 
 @contextmanager
-def drawing_from(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Within ``with``, torch's generators begin with this seed; None: they go on."""
-    if seed is None:
-        yield
-        return
+def drawing_at(device: torch.device, *place: int) -> Iterator[None]:
+    """Within ``with``, torch's generators begin with a seed made of their state and the place, and stay where
+    they are. So ranks that are seeded alike, to read the same batches, draw other masks, and go on reading
+    the same batches with any number of stages.
+    """
     before = random_state(device)
-    seed_random(seed, device)
+    digest = blake2b(before[0].numpy().tobytes() + repr(place).encode(), digest_size=8).digest()
+    seed_random(int.from_bytes(digest, "little"), device)
     try:
         yield
     finally:
         set_random_state(before, device)
-
-
-class StepSeeds(dict[int, bytes]):
-    """Seeds of what the forwards of each period draw, where ranks have generators of their own.
-
-    Scripts seed all ranks alike, so that they read the same batches. Each forward of a stage, replica and
-    micro-batch begins with a seed of its own, made of torch's generator at the step's start and the number
-    of steps. The generator itself stays where it is, on ranks with any number of stages.
-    """
-
-    taken = 0
-
-    def take(self, period: int) -> None:
-        state = torch.get_rng_state().numpy().tobytes()
-        self[period] = blake2b(state + b"%d" % self.taken).digest()
-        self.taken += period >= 0  # evaluations do not count
-
-    def of(self, period: int, *place: int) -> int:
-        return int.from_bytes(blake2b(self[period] + repr(place).encode(), digest_size=8).digest(), "little")
 
 
 class SharedRandom:

@@ -110,7 +110,7 @@ class Stage:
         self.saved: dict[Micro, Saved] = {}
         self.grads: defaultdict[int, list[Tensor | None]] = defaultdict(self._no_grads)
         self.losses: defaultdict[int, float] = defaultdict(float)
-        self.most_saved = 0
+        self.most_saved = self.forwards = 0
         self.output_spec: Any = None
         self.output_cuts: list[Cut | None] = []
         self.device = next(module.parameters(), torch.empty(0)).device
@@ -164,6 +164,7 @@ class Stage:
         leaves, structure, and how tiles cut the leaves.
         """
         leaves, spec, cuts = inputs
+        self.forwards += 1
         random = random_state(self.device) if self._repeats else []
         saved = Saved(version, leaves, spec, head, random, micro, cuts)
         self.saved[micro] = saved
@@ -259,10 +260,8 @@ class Stage:
             if isinstance(leaf, nn.Parameter) and id(leaf) not in mine:
                 raise ValueError(
                     f"stage {self.number} computes with a parameter of shape {tuple(leaf.shape)} that it does"
-                    " not train: a stage trains copies of its parameters, in the place of its modules'"
-                    " attributes, and the loss or a list on a module holds another one. Read parameters from"
-                    " modules; put penalties on parameters into the optimizer (weight_decay=), or let a layer"
-                    " return those of its own"
+                    " not train, of another stage or held in a list: read parameters from their modules only,"
+                    " and put penalties on them into the optimizer (weight_decay=) or into their layers"
                 )
 
     def _roots(self, saved: Saved, grads: list[Tensor | None]) -> list[tuple[Tensor, Tensor]]:

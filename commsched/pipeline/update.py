@@ -63,8 +63,8 @@ def made_by(factory: Factory, named: Mapping[str, nn.Parameter]) -> Optimizer:
         if "empty parameter list" not in str(error):
             raise
         raise ValueError(
-            f"optimizer= has chosen none of a stage's parameters ({', '.join(list(named)[:4])}, ...): pass a"
-            " group that may be empty, [{'params': chosen}] in the place of chosen"
+            f"optimizer= has chosen none of a stage's parameters, {', '.join(list(named)[:4])}, ...: pass a"
+            " group, which may be empty: [{'params': chosen}]"
         ) from error
     groups = getattr(made, "param_groups", None)
     if groups is None or not callable(getattr(made, "step", None)):
