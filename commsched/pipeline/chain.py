@@ -30,9 +30,11 @@ from commsched.pipeline.layers import (
     ordered,
     owners_of,
     run_in,
+    set_back,
     skeleton,
     traced_events,
 )
+from commsched.pipeline.messages import remember
 from commsched.pipeline.random_state import ONE_AT_A_TIME
 
 
@@ -219,8 +221,14 @@ class ListStage(nn.Module):
         if self._stage_writes.get(mode, True):
             value = tree_map_only(Tensor, partial(_cloned_leaf, copies), value)
         result = value
-        for module in self._stage_calls:
-            result = module(result)
+        try:
+            for module in self._stage_calls:
+                result = module(result)
+        except AttributeError as error:
+            raise ValueError(
+                f"{error}: a stage of an nn.Sequential calls its own modules only; if one reads what another"
+                " keeps, make it a class of your own (class Net(nn.Sequential): ...)"
+            ) from error
         if copies and mode not in self._stage_writes:
             self._stage_writes[mode] = any(copied._version for copied in copies)
         return result if self._stage_last else (result,)
@@ -322,7 +330,8 @@ class PartialForward:
         """
         leaves, spec = tree_flatten(inputs)
         key = (str(spec), *map(_shape_key, leaves), self.model.training, torch.is_grad_enabled())
-        known = self._known.setdefault(key, [])
+        known = self._known.pop(key, [])
+        remember(self._known, key, known, 256)
         if known and known[-1].decisions:
             inputs = _copied(inputs)
             mode = self._dry_mode(inputs, device, seed)
@@ -380,7 +389,7 @@ class PartialForward:
         device = mode.device
         eager = torch.compiler.set_stance("force_eager")  # torch.compile cannot see values that are absent
         with ONE_AT_A_TIME, eager, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            with intercepted(self._whole_layers, handle), mode:
+            with set_back(self.model, (int, float)), intercepted(self._whole_layers, handle), mode:
                 output = self.arguments.call(self.model, inputs)
         tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
         leaves = [leaf for leaf in tensors if isinstance(leaf, Absent)]

@@ -146,6 +146,7 @@ def _stage(stage: Stage, update: Update) -> dict[str, Any]:
         "saved": {micro: _kept(saved) for micro, saved in stage.saved.items()},
         "grads": {period: _plain(list(grads)) for period, grads in stage.grads.items()},
         "losses": dict(stage.losses),
+        "forwards": stage.forwards,
         "update": update.state(),
     }
 
@@ -161,6 +162,7 @@ def _kept(saved: Saved) -> dict[str, Any]:
         "structure": tree_unflatten(range(len(saved.leaves)), saved.spec),
         "head": None if saved.head is None else (saved.head.targets, saved.head.weight, saved.head.counts),
         "random": saved.random,
+        "buffers": saved.buffers,
         "cuts": saved.cuts,
     }
 
@@ -214,6 +216,7 @@ def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
     for period, grads in state["grads"].items():
         stage.grads[period] = [None if grad is None else grad.clone() for grad in grads]
     stage.losses.update(state["losses"])
+    stage.forwards = state.get("forwards", 0)  # older checkpoints have none
     for micro, kept in state["saved"].items():
         leaves = [
             leaf.clone().requires_grad_(flag) if isinstance(leaf, Tensor) else leaf
@@ -223,6 +226,7 @@ def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
         spec = tree_flatten(kept["structure"])[1]
         version = versions.live[kept["version"]]
         saved = Saved(version, leaves, spec, head, kept["random"], micro, kept["cuts"])
+        saved.buffers = kept.get("buffers", {})
         stage.restore(micro, saved)
 
 

@@ -21,6 +21,7 @@ from commsched.pipeline.rows import (
     Piece,
     Range,
     assembled,
+    check_rows,
     common,
     cut,
     entering,
@@ -64,6 +65,7 @@ class Exchange:
     ) -> None:
         self.layout, self.rank, self.stages = layout, fabric.rank, stages
         self.shares = Shares(layout, fabric, name)
+        self.own_generator = fabric.own_generator and fabric.size > 1
         # Each is needed several times for every micro-batch.
         self.place: Callable[[int, int, int], tuple[int, int, int]] = cache(partial(_place_of, layout))
         self.peers: Callable[[int, int, int], tuple[int, ...]] = cache(partial(_peers, layout, self.rank))
@@ -177,6 +179,10 @@ class Exchange:
     def put_out(self, number: int, micro: Micro, leaves: list[Any], grads: list[bool]) -> None:
         """A forward has ended."""
         stage, grid, after = self.stages[number], self.layout.grid(number), self.layout.grid(number + 1)
+        if not self._divides_alike and self.layout.replicas(number) != self.layout.replicas(number + 1):
+            low, high = self.rows(number, self.rank, micro)
+            for leaf in leaves:
+                check_rows(leaf, high - low, number)
         cuts = [(cut, entering(leaf, cut, grid, after)) for leaf, cut in zip(leaves, stage.output_cuts)]
         self.outputs[number, micro] = Values(leaves, stage.output_spec, grads, cuts)
 
@@ -187,7 +193,7 @@ class Exchange:
             return False
         values = self.outputs[number, micro]
         pieces = self._pieces(number, number + 1, peer, micro, values.cuts)
-        sent = [piece_of(leaf, piece, number) for leaf, piece in zip(values.leaves, pieces)]
+        sent = [piece_of(leaf, piece) for leaf, piece in zip(values.leaves, pieces)]
         key = self._shapes(number, action)
         back = self.outbox.forward(action, key, sent, values.spec, values.grads, values.cuts)
         self.to_come[number, micro, peer] = back
@@ -225,7 +231,7 @@ class Exchange:
         grads, came = self.input_grads[number, micro], self.came[number, micro]
         pieces = dict(came)[peer]
         sent = [
-            piece_of(no_gradient(leaf) if grad is None else grad, piece, number)
+            piece_of(no_gradient(leaf) if grad is None else grad, piece)
             for leaf, grad, piece in zip(self.inputs[number, micro], grads, pieces, strict=True)
             if leaf is not None
         ]
@@ -256,7 +262,8 @@ class Exchange:
     def _shapes(self, stage: int, action: Action) -> Hashable:
         """A key that is equal where a stage's output has the same shapes between two ranks."""
         share, mirrored = self.shares[action.shift], self.layout.mirrored(action.index)
-        return stage, share.key, share.size(action.index), mirrored
+        key = stage, share.key, share.size(action.index), mirrored
+        return (*key, share.constants, action.index) if share.constants else key
 
     def free_answered(self) -> None:
         """Frees the messages whose answer has come."""
@@ -348,7 +355,7 @@ class Inputs:
         if number:
             return exchange.arguments(number, micro)
         stage, rows = self.stages[0], exchange.given(0, micro)
-        arguments = on_device(self._arguments(cut(self.given[micro[1]][0], rows)), stage.device)
+        arguments = on_device(self._arguments(self._cut(exchange, 0, micro, rows)), stage.device)
         leaves, self._spec = flattened(arguments, self._spec)
         tiled = stage.tiled.get(micro[0])
         if tiled is None:
@@ -360,10 +367,14 @@ class Inputs:
         """What the last stage does with its outputs. ``count``: to call instead of the loss."""
         if number + 1 < self.layout.stages:
             return None
-        mine = cut(self.given[micro[1]][1], exchange.given(number, micro))
+        mine = self._cut(exchange, 1, micro, exchange.given(number, micro))
         first = exchange.place(number, self.rank, micro[0])[1] == 0
         weight = 0.0 if count is not None else self._weight(exchange, number, micro)
         return Head(on_device(mine, self.stages[number].device), weight, first, count)
+
+    def _cut(self, exchange: Exchange, which: int, micro: Micro, rows: Range) -> Any:
+        """These rows of the inputs (0) or targets (1)."""
+        return cut(self.given[micro[1]][which], rows, exchange.shares[micro[1]].passed)
 
     def _weight(self, exchange: Exchange, number: int, micro: Micro) -> float:
         """The factor that makes this rank's loss of a micro-batch its part of the step's mean."""

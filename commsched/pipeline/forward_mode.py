@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from commsched.pipeline.layers import Operations
-from commsched.pipeline.random_state import SharedRandom
+from commsched.pipeline.random_state import SharedRandom, may_draw
 
 _NUMBER = "_commsched_number"  # attribute of a result: (forward, number)
 _DRAWN = -1  # the place of random numbers among the inputs
@@ -123,8 +122,8 @@ class ForwardMode(TorchFunctionMode):
     def _free(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         """Every stage computes it. Its result remembers the inputs that it depends on."""
         places = self._places(tensors)
-        drawn = func in DRAWS
-        result = self._random.draw(func, args, kwargs) if drawn else func(*args, **kwargs)
+        draws = may_draw(func)
+        result, drawn = self._random.draw(func, args, kwargs) if draws else (func(*args, **kwargs), False)
         if drawn:
             self.found.draws = True
             places |= {_DRAWN}
@@ -199,10 +198,10 @@ class ForwardMode(TorchFunctionMode):
             return leaf
         value = self.known(leaf)
         if value is leaf:
-            raise ValueError(
-                f"{code_place()} reads a value that no earlier stage has sent: the forward did other"
-                " operations than with earlier inputs of these shapes"
-            )
+            why = "the forward did other operations than with earlier inputs of these shapes"
+            if self.number(leaf) is None:
+                why = "an earlier forward has kept it; pass it to the model as an input"
+            raise ValueError(f"{code_place()} reads a value that no earlier stage has sent: {why}")
         return value
 
     def known(self, leaf: Absent) -> Tensor:
@@ -267,7 +266,10 @@ class ForwardMode(TorchFunctionMode):
 
     def _written(self, target: Tensor, device: torch.device, grad: bool) -> Tensor:
         """Another stage writes into a tensor: the same tensor has a new number from now on."""
-        self.found.written.update(self._storages.get(storage_of(target), ()))
+        shared = set(self._storages.get(storage_of(target), ()))
+        self.found.written |= shared
+        if len(shared) > 1:
+            self.found.writes.append((shared, self.current, len(self.found.maker), code_place()))
         if not isinstance(target, Absent) and self.number(target) is None and target._is_view():
             raise ValueError(
                 f"this model cannot be cut: {code_place()} writes a value of another stage into a part of a"
@@ -470,13 +472,6 @@ ASKS_FOR_VALUES = _functions(
     (torch, "equal allclose is_nonzero"),
     (Tensor, "equal allclose is_nonzero item tolist numpy __bool__ __int__ __float__ __index__"),
 )
-DRAWS = _functions(
-    (torch, "rand randn randint randperm rand_like randn_like randint_like normal poisson bernoulli"),
-    (torch, "multinomial dropout"),
-    (Tensor, "bernoulli bernoulli_ uniform_ normal_ random_ exponential_ geometric_ multinomial"),
-    (F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"),
-)
-"""Functions that draw random numbers."""
 
 
 def _same(tensor: Tensor, *_: Any, **__: Any) -> Tensor:

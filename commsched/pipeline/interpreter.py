@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise, zip_longest
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -23,7 +23,8 @@ from commsched.errors import CommError
 from commsched.pipeline.chain import follow_model
 from commsched.pipeline.exchange import Exchange, Inputs, tellers
 from commsched.pipeline.messages import Fabric, from_first, in_words, receive_object, send_object
-from commsched.pipeline.stage import Loss, Micro, Saved, Stage
+from commsched.pipeline.random_state import drawing_at
+from commsched.pipeline.stage import Loss, Micro, Saved, Stage, Version
 from commsched.pipeline.update import Update
 from scheduler.ir.actions import Action, Kind, last_gradient, position
 from scheduler.ir.layout import Layout, is_token
@@ -178,7 +179,8 @@ class Interpreter:
         self.updates[number].prepare(weights)
         try:
             start = perf_counter()
-            leaves = stage.forward(micro, arguments, weights, head)
+            with _forward_of(stage, weights, micro, self.exchange):
+                leaves = stage.forward(micro, arguments, weights, head)
             self._note(action, start)
         except CommError:
             raise
@@ -325,6 +327,25 @@ class Interpreter:
         return v >= max(0, coming - self.delays[number])
 
 
+@contextmanager
+def _forward_of(stage: Stage, weights: Version, micro: Micro, exchange: Exchange) -> Iterator[None]:
+    """With random numbers of its own, which the tiles of a replica share. ``ValueError`` where a forward
+    writes to weights that other ranks have, too.
+    """
+    before = [leaf._version for leaf in weights.leaves]
+    replica, _, _ = exchange.place(stage.number, exchange.rank, micro[0])
+    place = stage.number, replica, *micro, stage.forwards
+    with drawing_at(stage.device, *place) if exchange.own_generator else nullcontext():
+        yield
+    writes = zip(stage.versions.names, weights.leaves, before)
+    changed = [name for name, leaf, version in writes if leaf._version != version]
+    if changed and len(exchange.layout.members(stage.number)) > 1:
+        raise ValueError(
+            f"the forward writes to {', '.join(changed[:4])} (as nn.Embedding with max_norm= does), and each"
+            " replica would do so for its own rows only: write between steps, or give the stage one replica"
+        )
+
+
 # -- batches outside of training: the forwards of the program, with the newest weights -----------------------
 
 EVALUATED = -1
@@ -423,7 +444,8 @@ class Evaluation:
             return
         leaves, spec, cuts = self.inputs.arguments(exchange, number, micro)
         head = self.inputs.head(exchange, number, micro, count)
-        outputs = stage.run(Saved(stage.versions.newest, leaves, spec, head, [], micro, cuts))
+        with _forward_of(stage, stage.versions.newest, micro, exchange):
+            outputs = stage.run(Saved(stage.versions.newest, leaves, spec, head, [], micro, cuts))
         if head is not None and count is not None:
             if head.counts:
                 counted.append(outputs[0].double().cpu())

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from inspect import Parameter, signature
 from operator import attrgetter
@@ -237,6 +238,23 @@ def _homes(model: nn.Module) -> dict[int, tuple[str, nn.Module, str]]:
 _TRACING = threading.Lock()
 
 
+@contextmanager
+def set_back(model: nn.Module, kinds: tuple[type, ...] = ()) -> Iterator[None]:
+    """Sets attributes of its modules back to what they were: those of these types, or all. A model may count
+    its forwards or keep results, and this is none.
+    """
+    every = [held for module in model.modules() for held in (vars(module), module._buffers)]
+    before = [(held, {k: v for k, v in held.items() if not kinds or type(v) in kinds}) for held in every]
+    try:
+        yield
+    finally:
+        for held, kept in before:
+            for key in held.keys() - kept.keys():
+                if not kinds or type(held[key]) in kinds:
+                    del held[key]
+            held.update(kept)
+
+
 def traced_events(model: nn.Module, layers: Sequence[ModuleLayer]) -> list[Event]:
     """The events of a forward whose inputs are not known, from a trace by torch.fx; none where that fails.
     Only the order of the layers is taken from it, which is wrong at worst: then the forward says so.
@@ -244,20 +262,20 @@ def traced_events(model: nn.Module, layers: Sequence[ModuleLayer]) -> list[Event
     whole = {id(layer.own.module): number for number, layer in enumerate(layers) if layer.own.whole}
     owners = owners_of(layers)
     events: list[Event] = []
-    with _TRACING:
+    with _TRACING, set_back(model):
         try:
             graph = _Tracer(whole).trace(model)
         except Exception:
             return []
-    for node in graph.nodes:
-        read = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
-        tensors = [id(attrgetter(target)(model)) for target in read]
-        # Of a tensor with several layers the call tells which of them runs.
-        events.append(("read", [(owners[t][0], t) for t in tensors if len(owners.get(t, ())) == 1]))
-        if node.op == "call_module":
-            number = whole.get(id(model.get_submodule(str(node.target))))
-            if number is not None:
-                events += [("call", [(number, 0)]), ("return", [(number, 0)])]
+        for node in graph.nodes:
+            read = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
+            tensors = [id(attrgetter(target)(model)) for target in read]
+            # Of a tensor with several layers the call tells which of them runs.
+            events.append(("read", [(owners[t][0], t) for t in tensors if len(owners.get(t, ())) == 1]))
+            if node.op == "call_module":
+                number = whole.get(id(model.get_submodule(str(node.target))))
+                if number is not None:
+                    events += [("call", [(number, 0)]), ("return", [(number, 0)])]
     return events
 
 
@@ -295,6 +313,8 @@ class Operations:
     last_use: dict[int, int] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)
     last_moment: dict[int, int] = field(default_factory=dict)
+    writes: list[tuple[set[int], int, int, str]] = field(default_factory=list)
+    """Of operations that write to memory of several results: the results, layer, moment and line of code."""
     inputs: dict[int, float] = field(default_factory=dict)
     decisions: list[Any] = field(default_factory=list)
     writes_inputs: bool = False
@@ -312,7 +332,16 @@ class Operations:
 
     def crossing(self, cut: int) -> tuple[int, ...]:
         """The numbers of the results that cross a border: made before layer ``cut``, read in it or later."""
-        return tuple(n for n, maker in enumerate(self.maker) if maker < cut <= self.last_use.get(n, -1))
+        found = tuple(n for n, maker in enumerate(self.maker) if maker < cut <= self.last_use.get(n, -1))
+        for shared, layer, moment, place in self.writes:
+            several = shared.intersection(found)
+            if layer >= cut and len(several) > 1 and any(self.last_moment[n] > moment for n in several):
+                raise ValueError(
+                    f"the model cannot be cut before layer {cut}: a tensor and a view of it are both sent to"
+                    f" the next stage, and {place} writes to one of them, which would not change the other;"
+                    " write to a copy (x = x * 2 instead of x *= 2), or choose other cuts"
+                )
+        return found
 
     def before(self, layer: int) -> int:
         """How many results the layers before ``layer`` make."""

@@ -22,7 +22,7 @@ from commsched.collectives.carrier import carrier, epoch
 from commsched.collectives.private_groups import connected, messages_between
 from commsched.env import settings
 from commsched.errors import CommError
-from commsched.pipeline.rows import UNCUT, Cuts
+from commsched.pipeline.rows import CONSTANTS, UNCUT, Cuts
 from scheduler.ir.actions import Action, Kind
 
 # -- carriers of messages, and transports for engines --------------------------------------------------------
@@ -46,6 +46,7 @@ class Fabric(Protocol):
     rank: int
     size: int
     timeout: float
+    own_generator: bool  # False: the ranks are threads, which share torch's default generator
 
     def lane(self, name: str, traffic: comm_core.Traffic | None = None) -> Lane:
         """Messages that no other lane's can be taken for; every rank makes the same lanes in the same order.
@@ -88,6 +89,8 @@ class ProcessLane:
 
 class ProcessFabric:
     """The ranks of ``commsched.init()``. ``timeout``: seconds that a message may take (COMMSCHED_TIMEOUT)."""
+
+    own_generator = True
 
     def __init__(self, timeout: float | None = None) -> None:
         launch = carrier().launch
@@ -187,6 +190,8 @@ class ThreadLane:
 
 
 class ThreadFabric:
+    own_generator = False
+
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.world, self.rank, self.size, self.timeout = world, rank, world.size, world.timeout
         self._made = 0
@@ -220,7 +225,7 @@ def from_host(tensor: Tensor, device: torch.device) -> Tensor:
 
 # -- messages between ranks: tensors, and descriptions by which they can be received -------------------------
 
-_CONSTANTS = (type(None), bool, int, float, str)
+_MOST_KNOWN = 4096  # descriptions that both sides of a lane remember, for each direction and peer
 
 
 @dataclass(frozen=True)
@@ -299,7 +304,7 @@ def is_gradient(buffer: Tensor) -> bool:
 def _leaf(value: Any, grad: bool, cuts: Cuts) -> Leaf:
     if isinstance(value, Tensor):
         return Leaf(tuple(value.shape), value.dtype, grad, cuts=cuts)
-    if isinstance(value, _CONSTANTS):
+    if isinstance(value, CONSTANTS):
         return Leaf(constant=value)
     raise ValueError(
         f"only tensors, numbers, strings and None can cross the border of a stage, got"
@@ -393,7 +398,7 @@ class Outbox:
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        self._known: dict[tuple[int, Hashable], tuple[Description, list[Any]]] = {}
+        self._known: defaultdict[int, dict[Hashable, tuple[Description, list[Any]]]] = defaultdict(dict)
         self._sent: defaultdict[int, list[Sent]] = defaultdict(list)  # by peer, in order
 
     def forward(
@@ -407,12 +412,12 @@ class Outbox:
     ) -> Description:
         """Sends leaves; the description is of the gradients that will come back."""
         peer, outline = _peer(action), _outline(leaves, grads)
-        if (peer, key) not in self._known:
+        if key not in self._known[peer]:
             described = Description.of(leaves, spec, grads, cuts)
             back = Description(None, tuple(leaf for leaf in described.leaves if leaf.grad))
-            self._known[peer, key] = back, outline
+            remember(self._known[peer], key, (back, outline))
             self._sent[peer] += [(action, part) for part in send_object(self.lane, peer, described)]
-        back, known = self._known[peer, key]
+        back, known = self._known[peer][key]
         if known != outline:
             raise ValueError(
                 f"stage {action.stage} put out {outline} for micro-batch {action.index} of step"
@@ -432,7 +437,7 @@ class Outbox:
 
     def back(self, peer: int, key: Hashable) -> Description | None:
         """The gradients that answer a message, where one like it has been sent."""
-        known = self._known.get((peer, key))
+        known = self._known[peer].get(key)
         return None if known is None else known[0]
 
     def answered(self, answer: Action) -> None:
@@ -484,7 +489,7 @@ class Inbox:
     ) -> None:
         self.rank, self.lane, self.timeout = rank, lane, timeout
         self._describe, self._key = describe, key
-        self._known: dict[tuple[int, Hashable], Description] = {}
+        self._known: defaultdict[int, dict[Hashable, Description]] = defaultdict(dict)
         self._expected: defaultdict[int, deque[Action]] = defaultdict(deque)
         self._posted: defaultdict[int, deque[Posted]] = defaultdict(deque)
         self.arrived: dict[Action, tuple[Description, list[Tensor]]] = {}
@@ -512,7 +517,7 @@ class Inbox:
 
     def _description(self, action: Action, peer: int) -> Description | None:
         key = self._key(action)
-        return self._describe(action) if key is None else self._known.get((peer, key))
+        return self._describe(action) if key is None else self._known[peer].get(key)
 
     def take(self, action: Action) -> tuple[Description, list[Tensor]]:
         """The message, as soon as it is there; ``CommError`` after the time-out."""
@@ -546,13 +551,20 @@ class Inbox:
         key = self._key(action)
         if key is None:
             raise CommError(f"{action} comes before the forward that it answers")
-        self._known[peer, key] = receive_object(self.lane, peer)
+        remember(self._known[peer], key, receive_object(self.lane, peer))
 
     def drain(self) -> None:
         """Takes in everything that is expected."""
         for peer in list(self._expected):
             while self._expected[peer] or self._posted[peer]:
                 self._next(peer)
+
+
+def remember(known: dict[Any, Any], key: Hashable, value: Any, most: int = _MOST_KNOWN) -> None:
+    """Keeps the newest entries: numbers among a batch's inputs may make others in every step."""
+    known[key] = value
+    if len(known) > most:
+        del known[next(iter(known))]
 
 
 def _outline(leaves: Sequence[Any], grads: Sequence[bool]) -> list[Any]:

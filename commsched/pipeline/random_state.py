@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from hashlib import blake2b
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +28,29 @@ def set_random_state(state: list[Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state[1], device)
 
 
+def seed_random(seed: int, device: torch.device) -> None:
+    """As ``torch.manual_seed``, which also looks for all other devices."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+@contextmanager
+def drawing_at(device: torch.device, *place: int) -> Iterator[None]:
+    """Within ``with``, torch's generators begin with a seed made of their state and the place, and stay where
+    they are. So ranks that are seeded alike, to read the same batches, draw other masks, and go on reading
+    the same batches with any number of stages.
+    """
+    before = random_state(device)
+    digest = blake2b(before[0].numpy().tobytes() + repr(place).encode(), digest_size=8).digest()
+    seed_random(int.from_bytes(digest, "little"), device)
+    try:
+        yield
+    finally:
+        set_random_state(before, device)
+
+
 class SharedRandom:
     """Random numbers that are the same in all stages of one forward, from a seed of their own."""
 
@@ -31,15 +58,32 @@ class SharedRandom:
         self._seed, self._device = seed, device
         self._state: list[Tensor] | None = None
 
-    def draw(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call that draws random numbers; the generator of everything else stays where it is."""
+    def draw(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """The result of a call that may draw random numbers, and whether it did; the generator of everything
+        else stays where it is.
+        """
         with ONE_AT_A_TIME:
             before = random_state(self._device)
-            if self._state is None:
-                torch.manual_seed(self._seed)
-            else:
-                set_random_state(self._state, self._device)
-            result = func(*args, **kwargs)
-            self._state = random_state(self._device)
-            set_random_state(before, self._device)
-            return result
+            try:
+                if self._state is None:
+                    seed_random(self._seed, self._device)
+                    self._state = random_state(self._device)
+                else:
+                    set_random_state(self._state, self._device)
+                result, last = func(*args, **kwargs), self._state
+                self._state = random_state(self._device)
+            finally:
+                set_random_state(before, self._device)
+            return result, not all(map(torch.equal, last, self._state))
+
+
+@lru_cache(1 << 12)
+def may_draw(func: Callable[..., Any]) -> bool:
+    """Whether a call may draw random numbers: operations have a tag, functions in Python may call any."""
+    if isinstance(func, FunctionType):
+        return True
+    packet: Any = getattr(func, "overloadpacket", func)
+    if not hasattr(packet, "overloads"):
+        packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+    overloads = packet.overloads() if hasattr(packet, "overloads") else ()
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, name).tags for name in overloads)

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from scheduler.ir.layout import Layout, Tiles
 # -- rows of a batch: which micro-batch and which replica they belong to -------------------------------------
 
 Range = tuple[int, int]
+CONSTANTS = (type(None), bool, int, float, str)
+"""Types of what crosses a stage's border beside tensors."""
 
 
 def border(number: int, rows: int, parts: int) -> int:
@@ -42,11 +45,32 @@ def tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
-def cut(tree: Any, rows: Range) -> Any:
-    """The same rows of every tensor."""
+def one_for_each_row(tree: Any, rows: int) -> bool:
+    """Whether this is a list (of lengths, of texts) with an entry for each row of a batch."""
+    return type(tree) in (list, tuple) and len(tree) == rows and not tensors(tree)
+
+
+def has_row_lists(tree: Any, rows: int) -> bool:
+    leaves, _ = tree_flatten(tree, is_leaf=lambda part: one_for_each_row(part, rows))
+    return any(one_for_each_row(leaf, rows) for leaf in leaves)
+
+
+def cut(tree: Any, rows: Range, total: int | None = None) -> Any:
+    """The same rows of every tensor, and of every list with an entry for each of the ``total`` rows."""
+    total = rows_of(tree, "the batch") if total is None else total
+
+    def part(leaf: Any) -> Any:
+        if type(leaf) is tuple and rows != (0, total) and all(isinstance(x, (int, float)) for x in leaf):
+            raise ValueError(
+                f"the batch has {total} rows, and a tuple of as many numbers, {leaf[:4]}...: pass a list or a"
+                " tensor if each row has one of them, a torch.Size if they belong to all rows together"
+            )
+        is_cut = isinstance(leaf, Tensor) or one_for_each_row(leaf, total)
+        return leaf[rows[0] : rows[1]] if is_cut else leaf
+
     if isinstance(tree, Tensor):
-        return tree[rows[0] : rows[1]]
-    return tree_map(lambda leaf: leaf[rows[0] : rows[1]] if isinstance(leaf, Tensor) else leaf, tree)
+        return part(tree)
+    return tree_map(part, tree, is_leaf=lambda leaf: one_for_each_row(leaf, total))
 
 
 def shape_key(tree: Any) -> Hashable:
@@ -54,16 +78,30 @@ def shape_key(tree: Any) -> Hashable:
     return tuple((tuple(leaf.shape[1:]), str(leaf.dtype)) for leaf in tensors(tree))
 
 
+def constants_key(tree: Any) -> int:
+    """A number that changes with what a batch has beside tensors and what can cross a stage's border; 0:
+    nothing.
+    """
+    constants = [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, CONSTANTS) and leaf is not None]
+    return crc32(repr(constants).encode()) if constants else 0
+
+
 @dataclass(frozen=True)
 class Share:
     """The rows of one optimizer step: ``rows`` in ``parts`` micro-batches. ``mine``: those that this rank was
-    given; None: all.
+    given; None: all. ``constants``: a key of what the inputs have beside tensors.
     """
 
     rows: int
     parts: int
     key: Hashable
     mine: tuple[Range, ...] | None = None
+    constants: Hashable = 0
+
+    @property
+    def passed(self) -> int:
+        """The rows of the batch that this rank was given."""
+        return self.rows if self.mine is None else size_of(self.mine)
 
     def _micro(self, index: int) -> Range:
         return border(index, self.rows, self.parts), border(index + 1, self.rows, self.parts)
@@ -191,17 +229,20 @@ def common(mine: Part, its: Part) -> Piece:
     return tuple(found)
 
 
-def piece_of(leaf: Any, piece: Piece, stage: int) -> Any:
+def check_rows(leaf: Any, rows: int, stage: int) -> None:
+    """``ValueError`` for a tensor that stages with different numbers of replicas cannot divide."""
+    if isinstance(leaf, Tensor) and (not leaf.dim() or len(leaf) != rows):
+        raise ValueError(
+            f"stages {stage} and {stage + 1} have different numbers of replicas, which divide the first"
+            f" dimension of all that they exchange; this replica has {rows} rows, and a tensor has the shape"
+            f" {list(leaf.shape)}: expand it to the rows (x.expand(rows, ...)), cut the model elsewhere, or"
+            " give both stages as many replicas"
+        )
+
+
+def piece_of(leaf: Any, piece: Piece) -> Any:
     """A view of a tensor; what is no tensor belongs to every part."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    for dim, low, high in piece:
-        if leaf.dim() == 0 or leaf.shape[dim] < high:
-            raise ValueError(
-                f"stage {stage} and its neighbour divide a micro-batch among different ranks, so what they"
-                f" exchange is cut along dimension {dim}; its size there must be at least {high}, got shape"
-                f" {list(leaf.shape)}"
-            )
+    for dim, low, high in piece if isinstance(leaf, Tensor) else ():
         leaf = leaf.narrow(dim, low, high - low)
     return leaf
 

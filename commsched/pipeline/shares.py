@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 from commsched.channels import Pending
 from commsched.pipeline.messages import Fabric, Lane
 from commsched.pipeline.random_state import set_random_state
-from commsched.pipeline.rows import Share, held, rows_of, shape_key, size_of
+from commsched.pipeline.rows import Share, constants_key, has_row_lists, held, rows_of, shape_key, size_of
 from scheduler.ir.layout import Layout
 
 
@@ -81,8 +81,19 @@ class Shares(dict[int, Share]):
         if local:
             self._local(period, batch)
         else:
-            share = Share(rows_of(batch, "the batch"), self.layout.microbatches, shape_key(batch))
+            rows, inputs = rows_of(batch, "the batch"), batch[0]
+            constants = self._constants(inputs, rows)
+            share = Share(rows, self.layout.microbatches, shape_key(batch), None, constants)
             self._take(period, share)
+
+    def _constants(self, inputs: Any, rows: int) -> int:
+        replicas = {self.layout.replicas(stage) for stage in range(self.layout.stages)}
+        if len(replicas) > 1 and has_row_lists(inputs, rows):
+            raise ValueError(
+                f"the inputs have a list with an entry for each of {rows} rows, and stages with different"
+                f" numbers of replicas ({sorted(replicas)}) exchange rows of tensors only: pass a tensor"
+            )
+        return constants_key(inputs)
 
     def _take(self, period: int, share: Share) -> Share:
         # An evaluation (period -1) leaves out micro-batches without rows.
@@ -97,21 +108,22 @@ class Shares(dict[int, Share]):
     def _local(self, period: int, batch: Any) -> None:
         """Announces the rows of this rank's part of a step."""
         stage = end_stage(self.layout, self.rank)
-        key, passed = 0, None
+        key, constants, passed = 0, 0, None
         if stage is not None:
             inputs, targets = batch
             ends = [inputs if stage == 0 else targets]
             if stage == 0 and self.rank in self.layout.ranks[-1]:
                 ends.append(targets)
             passed = rows_of(ends, f"the batch of rank {self.rank}")
-            key = crc32(repr(shape_key(ends[0])).encode())
+            key, constants = crc32(repr(shape_key(ends[0])).encode()), self._constants(ends[0], passed)
         self._passed[period] = passed
-        self._announced.announce(period, torch.tensor([passed or 0, key]))
+        self._announced.announce(period, torch.tensor([passed or 0, key, constants]))
 
     def __missing__(self, period: int) -> Share:
         passed, counts = self._passed.pop(period), self._announced.read(period)
         each = [int(count[0]) for count in counts]
         key = ("local", *(int(count[1]) for count in counts))
+        constants = tuple(int(count[2]) for count in counts)
         stage = end_stage(self.layout, self.rank)
         mine = None if stage is None else held(sum(each), self.layout, stage, self.rank)
         if mine is not None and passed != size_of(mine):
@@ -121,7 +133,9 @@ class Shares(dict[int, Share]):
                 f" {self.layout.microbatches} micro-batches this rank must pass {size_of(mine)}: take"
                 f" pipeline.rows(n) of a step's n rows, or a loader with pipeline.sampler(...)"
             )
-        return self._take(period, Share(sum(each), self.layout.microbatches, key, mine))
+        return self._take(
+            period, Share(sum(each), self.layout.microbatches, key, mine, any(constants) and constants)
+        )
 
     # All of them
 

@@ -77,6 +77,7 @@ class Saved:
     micro: Micro
     cuts: list[Cut | None]
     outputs: list[Any] = field(default_factory=list)
+    buffers: dict[int, Tensor] = field(default_factory=dict)  # by place: those that the forward has changed
     weights: Callable[[], Any] | None = None
 
 
@@ -109,11 +110,12 @@ class Stage:
         self.saved: dict[Micro, Saved] = {}
         self.grads: defaultdict[int, list[Tensor | None]] = defaultdict(self._no_grads)
         self.losses: defaultdict[int, float] = defaultdict(float)
-        self.most_saved = 0
+        self.most_saved = self.forwards = 0
         self.output_spec: Any = None
         self.output_cuts: list[Cut | None] = []
         self.device = next(module.parameters(), torch.empty(0)).device
-        self._buffer_slots = [
+        self._checked = -1  # the last period whose graph was looked at
+        self._buffer_slots: list[tuple[dict[str, Any], str]] = [
             (part._buffers, key)
             for part in dict.fromkeys(part for each in self.modules for part in each.modules())
             for key, buffer in part._buffers.items()
@@ -162,12 +164,18 @@ class Stage:
         leaves, structure, and how tiles cut the leaves.
         """
         leaves, spec, cuts = inputs
+        self.forwards += 1
         random = random_state(self.device) if self._repeats else []
         saved = Saved(version, leaves, spec, head, random, micro, cuts)
         self.saved[micro] = saved
         self.most_saved = max(self.most_saved, len(self.saved))
+        slots = self._buffer_slots if self._repeats else []
+        before = [((buffer := held[key]), buffer._version, buffer.clone()) for held, key in slots]
         with torch.no_grad() if self.recompute else nullcontext():
             saved.outputs = self.run(saved)
+        for place, ((held, key), (buffer, writes, copied)) in enumerate(zip(slots, before)):
+            if held[key] is not buffer or buffer._version != writes:
+                saved.buffers[place] = copied
         if head is not None and head.counts:
             self.losses[micro[1]] += float(saved.outputs[0].detach()) * head.weight
         outputs = saved.outputs
@@ -228,6 +236,9 @@ class Stage:
         # A checkpointed block is computed again in its backward.
         self.versions.use(saved.version)
         pairs = self._roots(saved, grads)
+        if micro[1] != self._checked:
+            self._checked = micro[1]
+            self._check_parameters(saved, [output for output, _ in pairs])
         inputs = [x for x in saved.leaves if isinstance(x, Tensor) and x.requires_grad]
         if split and inputs and pairs:
             outputs, sent = [output for output, _ in pairs], [grad for _, grad in pairs]
@@ -240,6 +251,18 @@ class Stage:
         if saved.weights is None and not split:
             del self.saved[micro]
         return [next(result) if isinstance(x, Tensor) and x.requires_grad else None for x in saved.leaves]
+
+    def _check_parameters(self, saved: Saved, outputs: Sequence[Tensor]) -> None:
+        """``ValueError`` where outputs depend on a parameter that nothing steps."""
+        mine = {id(leaf) for leaf in (*saved.version.leaves, *saved.leaves)}
+        for node in _nodes([output.grad_fn for output in outputs if output.grad_fn is not None]):
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in mine:
+                raise ValueError(
+                    f"stage {self.number} computes with a parameter of shape {tuple(leaf.shape)} that it does"
+                    " not train, of another stage or held in a list: read parameters from their modules only,"
+                    " and put penalties on them into the optimizer (weight_decay=) or into their layers"
+                )
 
     def _roots(self, saved: Saved, grads: list[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
         if saved.head is not None:
@@ -295,13 +318,12 @@ class Stage:
     # Recomputation
 
     def _repeat(self, saved: Saved) -> None:
-        """The forward again, with the same random numbers; running statistics have had their update."""
+        """The forward again, with the same random numbers and buffers; the buffers have had their update."""
         now = random_state(self.device)
         set_random_state(saved.random, self.device)
         kept = [(buffers, key, buffers[key]) for buffers, key in self._buffer_slots]
-        for buffers, key, buffer in kept:
-            assert buffer is not None
-            buffers[key] = buffer.clone()
+        for place, (buffers, key, buffer) in enumerate(kept):
+            buffers[key] = saved.buffers.get(place, buffer).clone()
         try:
             with torch.enable_grad():
                 saved.outputs = self.run(saved)

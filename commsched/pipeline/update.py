@@ -57,7 +57,15 @@ def made_by(factory: Factory, named: Mapping[str, nn.Parameter]) -> Optimizer:
         first = next(iter(signature(factory).parameters), None)
     except ValueError:  # of a function in C
         first = None
-    made = factory(list(named.items() if first == "named_parameters" else named.values()))
+    try:
+        made = factory(list(named.items() if first == "named_parameters" else named.values()))
+    except ValueError as error:
+        if "empty parameter list" not in str(error):
+            raise
+        raise ValueError(
+            f"optimizer= has chosen none of a stage's parameters, {', '.join(list(named)[:4])}, ...: pass a"
+            " group, which may be empty: [{'params': chosen}]"
+        ) from error
     groups = getattr(made, "param_groups", None)
     if groups is None or not callable(getattr(made, "step", None)):
         raise ValueError(f"optimizer= must return an optimizer, but returned {type(made).__name__}")

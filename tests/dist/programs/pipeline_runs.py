@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+import commsched
 from commsched.pipeline import Pipeline
 from dnn_bench.pipeline import worker
 from dnn_bench.pipeline.jobs import job_of
@@ -20,6 +21,7 @@ from tests.support.cases import Me, case, main
 from tests.support.oracle import terms_of
 from tests.support.pipeline_runs import (
     ROUNDING,
+    WIDTH,
     adam,
     assert_close,
     batches,
@@ -124,6 +126,40 @@ def large_messages_and_changing_batches(me: Me) -> None:
             wanted = float(loss_of(model_now(data[0][0]), data[0][1]))
         assert abs(pipeline.evaluate(data[0]) - wanted) < 1e-9 * wanted
     assert_close(pipeline.state_dict(), expected, 1e-9)
+
+
+class Draws(nn.Module):
+    """Keeps what it draws, as a dropout would."""
+
+    def __init__(self, drawn: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.drawn, self.linear = drawn, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.drawn.append(torch.rand(4).double())
+        return self.linear(x)
+
+
+@case(ranks=(2,))
+def ranks_that_are_seeded_alike_draw_other_masks_and_the_same_data(me: Me) -> None:
+    for mesh, recompute in (((2, 1), False), ((1, 2), True)):
+        runs = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            drawn: list[torch.Tensor] = []
+            model = nn.Sequential(Draws(drawn), Draws(drawn)).double()
+            pipeline = Pipeline(
+                model, mesh=mesh, num_microbatches=2, loss=loss_of, optimizer=sgd, recompute=recompute
+            )
+            for _ in range(2):
+                before = torch.get_rng_state()
+                pipeline.step(batches(1)[0])
+                assert torch.equal(torch.get_rng_state(), before)
+            pipeline.close()
+            runs.append(torch.stack(drawn))
+        assert torch.equal(*runs)
+        everyone = commsched.allgather(runs[0]).tolist()
+        assert len(set(map(tuple, everyone))) == len(everyone) // (1 + recompute)
 
 
 @case(ranks=(2,))

@@ -396,6 +396,190 @@ def test_a_required_argument_may_be_none() -> None:
     assert_close(weights, in_one_process(model, data)[0])
 
 
+class Weighted(Called):
+    """Weighs each row by the length of its text."""
+
+    def forward(self, x: Tensor, texts: Any, scale: float = 1.0) -> Tensor:
+        lengths = torch.tensor([len(text) for text in texts], dtype=x.dtype)
+        return super().forward(x) * lengths[:, None] * scale
+
+
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1), (2, 2)])
+def test_rows_of_lists_are_cut_and_numbers_may_change_from_step_to_step(mesh: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model = Weighted(linears(4)).double()
+    texts = [["a" * ((row + step) % 5) for row in range(12)] for step in range(3)]
+    data = [((x, texts[step], 1.0 - 0.1 * step), y) for step, (x, y) in enumerate(batches(3))]
+    weights, losses, _ = train(model, data, mesh[0] * mesh[1], momentum, mesh=mesh, num_microbatches=3)
+    wanted, expected = in_one_process(model, data)
+    assert_close(weights, wanted)
+    assert losses == pytest.approx(expected, rel=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [(tuple(range(12)), "a tuple of as many numbers"), (["a"] * 12, "rows of tensors only: pass a tensor")],
+)
+def test_lists_whose_rows_cannot_be_told_are_refused(given: Any, message: str) -> None:
+    (x, y), mesh = batches(1)[0], (1, 1) if type(given) is tuple else (2, [2, 1])
+    with pytest.raises(ValueError, match=message):
+        model, size = Weighted(linears(4)).double(), 1 if mesh == (1, 1) else 3
+        train(model, [((x, given), y)], size, mesh=mesh, num_microbatches=2)
+
+
+class Aliased(Called):
+    """A tensor and a view of it cross a cut, and one is written to after that."""
+
+    writes_view = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.parts[0](x) * 1.5
+        part = whole.view(-1, 2, WIDTH // 2)
+        y = self.parts[1](x)
+        (part if self.writes_view else whole).mul_(2.0)
+        return self.parts[2](whole + y) * part.flatten(1).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_memory_that_two_values_share_is_not_written_to_after_a_cut(view: bool) -> None:
+    model, data = Aliased(linears(3)).double(), batches(2)
+    model.writes_view = view
+    weights, _, _ = train(model, data, 2, momentum, mesh=(2, 1), cuts=[0, 2])
+    assert_close(weights, in_one_process(model, data)[0])
+    with pytest.raises(ValueError, match=r"before layer 1.*\(part if self.writes_view.*write to a copy"):
+        train(model, data, 2, momentum, mesh=(2, 1), cuts=[0, 1])
+
+
+# -- forwards that do more than compute -------------------------------------------------------------------
+
+
+class Counted(Called):
+    """Scales by how often it has run."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+class Looked(nn.Module):
+    """Writes to its table in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(90, WIDTH, max_norm=1.0), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.table((10 * x.abs()).long()).sum(1))
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(*(torch.nn.utils.parametrizations.spectral_norm(part) for part in linears()))
+
+
+@pytest.mark.parametrize("make", [lambda: Counted(linears()), Looked, spectral])
+def test_forwards_may_count_and_change_weights_and_buffers(make: Callable[[], nn.Module]) -> None:
+    """Dry runs and recomputation do not count, and replicas may not write to weights."""
+    torch.manual_seed(0)
+    model, data = make().double(), batches(3)
+    weights, losses, _ = train(model, data, 2, momentum, mesh=(2, 1), recompute=make is spectral)
+    wanted, expected = in_one_process(model, data)
+    assert_close(weights, wanted)
+    assert losses == pytest.approx(expected, rel=ROUNDING)
+    if make is Looked:
+        with pytest.raises(ValueError, match="forward writes to table.weight .* each replica"):
+            train(model, data, 2, mesh=(1, 2))
+
+
+class Listed(Called):
+    """Has its weights in a list, too."""
+
+    def __init__(self, parts: Any) -> None:
+        super().__init__(parts)
+        self.weights = [part.weight for part in parts]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(super().forward(x), self.weights[-1])
+
+
+@pytest.mark.parametrize("make", [Called, Listed])
+def test_parameters_that_no_stage_trains_are_refused(make: Any) -> None:
+    def work(fabric: Any) -> None:
+        model = make(linears())
+        every = list(model.parameters()) if make is Called else []
+
+        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+            return loss_of(outputs, targets) + 0.1 * sum(p.norm() for p in every)
+
+        Pipeline(model, mesh=(2, 1), loss=loss, optimizer=sgd, fabric=fabric).step(batches(1)[0])
+
+    with pytest.raises(ValueError, match="it does not train.*weight_decay="):
+        on_threads(2, work)
+
+
+class Keeping(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = super().forward(x)
+        return torch.tanh(self.kept)
+
+
+class Reading(nn.Linear):
+    def __init__(self, read: nn.Module) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.read = [read]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.read[0].kept
+
+
+class Net(nn.Sequential):
+    pass
+
+
+def test_activations_that_a_module_keeps_for_a_later_one() -> None:
+    torch.manual_seed(0)
+    first = Keeping(WIDTH, WIDTH)
+    parts, data = [first, nn.Linear(WIDTH, WIDTH), Reading(first)], batches(2)
+    weights, _, _ = train(Net(*parts).double(), data, 3, momentum, mesh=(3, 1))
+    assert_close(weights, in_one_process(Net(*parts), data)[0])
+    assert not hasattr(first, "kept") or isinstance(first.kept, Tensor)
+    with pytest.raises(ValueError, match=r"no attribute 'kept'.*class Net\(nn.Sequential\)"):
+        train(nn.Sequential(*parts), data, 3, mesh=(3, 1))
+
+
+def test_an_optimizer_may_train_nothing_of_a_stage() -> None:
+    def of_first(named_parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            [{"params": [p for n, p in named_parameters if n.startswith("parts.0")]}], lr=0.1
+        )
+
+    model, data = Called(linears()).double(), batches(2)
+    weights, _, _ = train(model, data, 4, of_first, mesh=(2, 2))
+    assert torch.equal(weights["parts.1.weight"], model.parts[1].weight)
+    assert not torch.equal(weights["parts.0.weight"], model.parts[0].weight)
+    with pytest.raises(ValueError, match=r"parts.*\[{'params': chosen}\]"):
+        train(model, data, 2, lambda params: torch.optim.SGD(params[2:]), mesh=(2, 1))
+
+
+class Unrowed(Called):
+    """A value without rows crosses a cut."""
+
+    def __init__(self, parts: Any) -> None:
+        super().__init__(parts)
+        self.scale = nn.Parameter(torch.ones(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale.tanh()
+        return super().forward(x * scale) + scale
+
+
+@pytest.mark.parametrize("counts", [[2, 1], [1, 2]])
+def test_stages_with_other_numbers_of_replicas_refuse_values_without_rows(counts: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"rows, and a tensor has the shape \[1, 6\]: expand it"):
+        train(Unrowed(linears(4)).double(), batches(1), 3, mesh=(2, counts))
+
+
 # -- modes, checkpoints in memory, and states ----------------------------------------------------------------
 
 

@@ -364,6 +364,41 @@ def test_all_stages_draw_the_same_random_numbers() -> None:
     assert len(seeds) == 30
 
 
+class Noisy(nn.Module):
+    """Adds noise in one stage and takes it away in the next."""
+
+    def __init__(self, noise: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.noise = noise
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = self.noise(torch.ones(4, WIDTH))
+        value = 0 * self.first(x) + noise
+        return 0 * self.second(value) + value - noise
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        lambda one: torch.distributions.Beta(one, one).sample(),
+        lambda one: torch.distributions.Gamma(one, one).rsample(),
+        lambda one: torch.binomial(100 * one, one / 2),
+        lambda one: one.log_normal_(),
+        lambda one: F.rrelu(-one, training=True),
+        lambda one: F.gumbel_softmax(one),
+        lambda one: nn.init.normal_(one),
+        lambda one: torch.ops.aten.rand_like(one),
+    ],
+)
+def test_all_stages_draw_the_same_with_every_operation_of_torch(noise: Callable[[Tensor], Tensor]) -> None:
+    chain, x = Chain(Noisy(noise)), tokens(4)[:, 0]
+    first, second = chain.stage(0, 1), chain.stage(1, 2)
+    states = [first(*chain.arguments(x)) for _ in range(2)]
+    assert not torch.equal(states[0][0][0], states[1][0][0])
+    assert not any(second(*state).any() for state in states)
+
+
 @pytest.mark.thorough
 def test_layers_are_left_out_alike_in_all_stages() -> None:
     """LayerDrop: whether a layer counts depends on random numbers, so another value crosses each time."""
@@ -464,8 +499,11 @@ class EachTimeOther(Blocks):
     ],
 )
 def test_what_cannot_be_cut_is_said_with_the_line(make: type[nn.Module], message: str) -> None:
+    chain = Chain(make())
+    first, second = chain.stage(0, 2), chain.stage(2, len(chain))
     with pytest.raises(ValueError, match=message):
-        in_stages(Chain(make()), (0, 2), tokens(), loss_of)
+        for _ in range(2):
+            second(*first(*chain.arguments(tokens())))
 
 
 # Asynchronous schedules refuse parameters that several stages share.
