@@ -248,6 +248,7 @@ def make_stages(
 ) -> dict[int, Stage]:
     layout, rank = program.layout, fabric.rank
     stages: dict[int, Stage] = {}
+    shared = list(chain.shared(layout.cuts).values())
     for number in layout.held_by(rank):
         layers = layout.layers(number, len(chain))
         module = chain.stage(layers.start, layers.stop)
@@ -264,6 +265,7 @@ def make_stages(
             _on_tiles(layout, number, module, fabric, tile_options),
             own_parameters,
             types,
+            [users[number] for users in shared if number in users],
         )
     return stages
 
