@@ -406,9 +406,7 @@ class PartialForward:
     def _settle_buffers(
         self, mode: ForwardMode, prefix: str, buffers: dict[str, Any], before: dict[str, Any]
     ) -> None:
-        """Gives back their values to the buffers of a module that a dry run has assigned, and refuses those
-        that one stage writes and another holds.
-        """
+        """Gives buffers that a dry run has assigned their values again; those of other stages are refused."""
         for key, value in before.items():
             number = mode.number(buffers.get(key))  # type: ignore[arg-type]
             if number is None:
@@ -419,12 +417,17 @@ class PartialForward:
                 raise writes_shared(prefix + key)
 
     def run(self, mode: ForwardMode, operations: Operations, inputs: dict[str, Any]) -> Any:
-        """The model's output as far as the mode's layers make it."""
+        """The model's output as far as the mode's layers make it. Buffers that the forward replaces are kept
+        meanwhile: no other tensor gets their ids.
+        """
+        kept = [followed.runs._buffers.copy() for followed in self.followed]  # type: ignore[union-attr]
         try:
             with intercepted(self._whole_layers, Replay(mode, operations.calls)), mode:
                 output = self.arguments.call(self.model, inputs)
         except StageEnded:
             return None
+        finally:
+            del kept
         return tree_map_only(Absent, lambda leaf: mode.made[mode.number(leaf)], output)  # type: ignore[index]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from commsched.pipeline.messages import (
 from commsched.pipeline.random_state import random_state, set_random_state
 from commsched.pipeline.rows import Share
 from commsched.pipeline.shares import Sampling
-from commsched.pipeline.stage import Head, Saved, Stage, Version, copied_state, load_state
+from commsched.pipeline.stage import Head, Saved, Stage, Version, load_state
 from commsched.pipeline.update import Update
 from scheduler.ir.actions import RECVS, Action, Kind
 from scheduler.ir.layout import Layout, is_token
@@ -139,7 +139,7 @@ def _stage(stage: Stage, update: Update) -> dict[str, Any]:
     return {
         "newest": stage.versions.newest.number,
         "versions": {n: _plain(list(v.data)) for n, v in stage.versions.live.items()},
-        "modules": [copied_state(module) for module in stage.modules],
+        "modules": [dict(deepcopy(module.state_dict())) for module in stage.modules],
         "saved": {micro: _kept(saved) for micro, saved in stage.saved.items()},
         "grads": {period: _plain(list(grads)) for period, grads in stage.grads.items()},
         "losses": dict(stage.losses),
@@ -256,11 +256,9 @@ class FullState:
         self.keys = tuple(state)
         held = chain.stage(0, len(chain)).state_dict().keys()
         spare = {key: value for key, value in state.items() if key not in held}
-        if extra := [key for key in spare if key.endswith("_extra_state")]:
-            raise ValueError(
-                f"{', '.join(extra)} is the state of a module that is cut, and no stage has all of it: define"
-                " get_extra_state in modules that stay whole, such as blocks"
-            )
+        if extra := [key for key, value in spare.items() if not isinstance(value, Tensor)]:
+            text = "is the state of a module that is cut: define get_extra_state in modules that stay whole"
+            raise ValueError(f"{', '.join(extra)} {text}, such as blocks")
         # Tensors that no stage uses never change.
         self.spare = {key: value.clone() for key, value in spare.items()}
 
@@ -268,7 +266,7 @@ class FullState:
         self.newest()
         found = {key: value.clone() for key, value in self.spare.items()}
         for number, owner in enumerate(self.owners):
-            mine = copied_state(self.stages[number].module) if owner == self.fabric.rank else {}
+            mine = deepcopy(self.stages[number].module.state_dict()) if owner == self.fabric.rank else {}
             others = [rank for rank in range(self.fabric.size) if rank != owner]
             found.update(from_first(self.lane, self.fabric.rank, [owner, *others], mine))
         return {key: found[key] for key in self.keys}
@@ -277,10 +275,7 @@ class FullState:
         """Writes a file of safetensors for each stage, by its first rank, and their index."""
         self.newest()
         if extra := [key for key in self.keys if key.endswith("_extra_state")]:
-            raise ValueError(
-                f"save() writes tensors only, and {', '.join(extra)} is none: use"
-                " torch.save(pipeline.state_dict(), ...)"
-            )
+            raise ValueError(f"save() writes tensors, not {', '.join(extra)}: torch.save the state_dict()")
         folder, count = Path(folder), len(self.owners)
         mine = {}
         for number, owner in enumerate(self.owners):

@@ -42,45 +42,50 @@ class Followed:
     Nothing that is computed is assigned to the first where there is a copy: forwards run in that.
     """
 
-    def __init__(self, name: str, module: nn.Module, runs: nn.Module | None) -> None:
-        self.name, self._module, self.runs = name, weakref.ref(module), runs
+    def __init__(self, name: str, module: nn.Module, runs: nn.Module | None, reads: bool = True) -> None:
+        """``reads``: whether only scripts write to the module's buffers that the copy does not share."""
+        self.name, self._module, self.runs, self._reads = name, weakref.ref(module), runs, reads
         self._copy = None if runs is None or runs is module else vars(runs)
         own = vars(module)
         self._hooks = [key for key in own if "_hooks" in key and isinstance(own[key], dict)]
         if self._copy is not None:
             self._copy.update({key: type(own[key])(own[key]) for key in self._hooks})  # no copies of hooks
-            self._check_hooks(own)
         self.remember()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Followed:
         module = self._module()
         assert module is not None
-        return Followed(self.name, module, copy.deepcopy(self.runs, memo))
+        return Followed(self.name, module, copy.deepcopy(self.runs, memo), reads=False)
 
     def remember(self) -> None:
         """Take the module's present state for what the stage has. ``_seen`` keeps attributes, whose ids are
         compared, but neither tensors nor modules, which may be another stage's.
         """
-        if (module := self._module()) is not None:
-            own = vars(module)
-            self._state = self._state_of(own)
+        if (module := self._module()) is None:
+            return
+        own = vars(module)
+        self._state, self._fixed = self._state_of(own), self._fixed_of(own)
+        if self._copy is not None:
+            if own["_backward_hooks"] or own["_backward_pre_hooks"]:
+                raise ValueError(
+                    f"{self.name or 'the model'} has backward hooks of a module, and a stage runs other"
+                    " stages' modules without gradients: register a hook of a tensor instead,"
+                    " x.register_hook(...) in the forward or in a forward hook"
+                )
             self._seen = {key: value for key, value in own.items() if key not in _TABLES}
             self._seen |= {key: dict(own[key]) for key in self._hooks}
-            self._children = {key: id(part) for key, part in own["_modules"].items()}
-            if self._copy is not None:
-                self._parameters, self._buffers = self._parameters_of(own), self._buffers_of(own)
+            self._tensors = self._tensors_of(own, self._copy["_buffers"])
 
     def follow(self) -> bool:
         """Whether the forward may do other operations from now on."""
         module = self._module()
         if module is None or self._state_of(own := vars(module)) == self._state:
             return False
-        self._check(self._children, {key: id(part) for key, part in own["_modules"].items()})
-        changed = False
-        if self._copy is not None:
-            changed = self._take_attributes(module, own, self._copy)
-            changed |= self._take_parameters(own["_parameters"], self._copy["_parameters"])
-            changed |= self._take_buffers(own["_buffers"], self._copy["_buffers"])
+        fixed = self._fixed_of(own)
+        for key in {**self._fixed, **fixed}:
+            if self._fixed.get(key) != fixed.get(key):
+                raise replaced(f"{self.name}.{key}" if self.name else key)
+        changed = self._copy is not None and self._take(module, own, self._copy)
         self.remember()
         return changed
 
@@ -91,47 +96,32 @@ class Followed:
         if self._copy is None:
             return [*map(id, own["_modules"].values())]
         state: list[Any] = [*map(id, chain(own.values(), own["_modules"].values()))]
-        state += chain.from_iterable(
-            [own[key] for key in self._hooks]
-        )  # the numbers of hooks, never used again
-        for p in own["_parameters"].values():
-            if p is not None:
-                state += id(p), p.requires_grad, p._version, p.data_ptr()
-        if own["_buffers"]:
-            state += self._buffers_of(own).values()
+        state += chain.from_iterable([own[key] for key in self._hooks])  # numbers that are never used again
+        if own["_parameters"] or own["_buffers"]:
+            state += self._tensors_of(own, self._copy["_buffers"]).values()
         return state
 
-    def _parameters_of(self, own: dict[str, Any]) -> dict[str, Any]:
-        return {
-            key: p if p is None else (id(p), p.requires_grad, p._version, p.data_ptr())
-            for key, p in own["_parameters"].items()
-        }
+    def _fixed_of(self, own: dict[str, Any]) -> dict[str, Any]:
+        tables = _TABLES[:1] if self._copy is None else _TABLES[:2]
+        fixed = {key: id(value) for table in tables for key, value in own[table].items()}
+        buffers = {} if self._copy is None else own["_buffers"]
+        return fixed | {key: value is None for key, value in buffers.items()}
 
-    def _buffers_of(self, own: dict[str, Any]) -> dict[str, Any]:
-        """Without versions where the copy has the same buffer: its forward writes to it."""
-        assert self._copy is not None
-        mine = self._copy["_buffers"]
-        return {
-            key: b if b is None else (id(b), None if mine.get(key) is b else b._version)
-            for key, b in own["_buffers"].items()
-        }
+    def _tensors_of(self, own: dict[str, Any], held: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+        """Without versions of buffers that the copy has, too: its forward writes to them."""
+        found: dict[str, tuple[Any, ...]] = {}
+        for key, p in own["_parameters"].items():
+            if p is not None:
+                found[key] = id(p), p._version, p.data_ptr(), p.requires_grad
+        for key, b in own["_buffers"].items():
+            if b is not None:
+                found[key] = id(b), None if held.get(key) is b or not self._reads else b._version
+        return found
 
-    def _check(self, before: dict[str, Any], now: dict[str, Any]) -> None:
-        for key in {**before, **now}:
-            if key not in before or key not in now or before[key] != now[key]:
-                raise replaced(f"{self.name}.{key}" if self.name else key)
-
-    def _check_hooks(self, own: dict[str, Any]) -> None:
-        if own["_backward_hooks"] or own["_backward_pre_hooks"]:
-            raise ValueError(
-                f"{self.name or 'the model'} has backward hooks of a module, and a stage runs other stages'"
-                " modules without gradients: register a hook of a tensor instead, x.register_hook(...) in the"
-                " forward or in a forward hook"
-            )
-
-    def _take_attributes(self, module: nn.Module, own: dict[str, Any], mine: dict[str, Any]) -> bool:
-        self._check_hooks(own)
-        changed = False
+    def _take(self, module: nn.Module, own: dict[str, Any], mine: dict[str, Any]) -> bool:
+        changed = bool(self._seen.keys() - own.keys())
+        for key in self._seen.keys() - own.keys():
+            mine.pop(key, None)
         for key, value in own.items():
             before = self._seen.get(key, self)
             if key in self._hooks:
@@ -144,32 +134,17 @@ class Followed:
                 is_method = getattr(value, "__self__", None) is module
                 mine[key] = value.__func__.__get__(self.runs) if is_method else value
                 changed |= key != "training"
-        for key in self._seen.keys() - own.keys():
-            mine.pop(key, None)
-            changed = True
-        return changed
-
-    def _take_parameters(self, own: dict[str, Any], mine: dict[str, Any]) -> bool:
-        now = self._parameters_of({"_parameters": own})
-        self._check(*({k: v and v[0] for k, v in each.items()} for each in (self._parameters, now)))
-        changed = False
-        for key, value in now.items():
-            if value != self._parameters[key]:
-                if not mine[key].is_meta and mine[key].data_ptr() != value[3]:  # written to, or ``.data`` set
+        for key, (number, version, *others) in self._tensors_of(own, mine["_buffers"]).items():
+            was_number, was_version, *was = self._tensors[key]
+            if others and (version, *others) != (was_version, *was):
+                held = mine["_parameters"][key]
+                if not held.is_meta and held.data_ptr() != others[0]:  # written to, or ``.data`` set
                     raise replaced(f"{self.name}.{key}" if self.name else key)
-                if value[1] != self._parameters[key][1]:
-                    mine[key].requires_grad_(value[1])
+                if others != was:
+                    held.requires_grad_(others[1])
                     changed = True
-        return changed
-
-    def _take_buffers(self, own: dict[str, Any], mine: dict[str, Any]) -> bool:
-        now = self._buffers_of({"_buffers": own})
-        self._check(*({k: v is None for k, v in each.items()} for each in (self._buffers, now)))
-        changed = False
-        for key, value in now.items():
-            before = self._buffers[key]
-            if value is not None and (value[0] != before[0] or (before[1] is not None and value != before)):
-                buffer, is_shape = own[key], mine[key].is_meta
-                mine[key] = torch.empty_like(buffer, device="meta") if is_shape else buffer
+            elif not others and (number != was_number or was_version not in (None, version)):
+                held, buffer = mine["_buffers"], own["_buffers"][key]
+                held[key] = torch.empty_like(buffer, device="meta") if held[key].is_meta else buffer
                 changed = True
         return changed

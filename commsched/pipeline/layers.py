@@ -62,22 +62,12 @@ class ModuleLayer:
         return {name: tensor for part in self.parts for name, tensor in part.tensors().items()}
 
 
-class Owners(dict[int, list[int]]):
-    """The layers of each parameter and buffer, by id. ``tensors`` keeps these ids from being used again: a
-    forward may put new buffers in the place of old ones.
-    """
-
-    tensors: list[Tensor]
-
-
-def owners_of(layers: Sequence[ModuleLayer]) -> Owners:
-    """New at each call: weight versions exchange the parameters."""
-    found = Owners()
-    found.tensors = []
+def owners_of(layers: Sequence[ModuleLayer]) -> dict[int, list[int]]:
+    """The layers of each parameter and buffer, by id; new at each call: weight versions exchange them."""
+    found: dict[int, list[int]] = {}
     for number, layer in enumerate(layers):
         for tensor in layer.tensors().values():
             found.setdefault(id(tensor), []).append(number)
-            found.tensors.append(tensor)
     return found
 
 
@@ -112,7 +102,6 @@ def skeleton(model: nn.Module, layers: Sequence[ModuleLayer], kept: range) -> nn
 
 
 def _uncopied(model: nn.Module, memo: dict[int, Any]) -> str:
-    """The attribute of the model that ``deepcopy`` fails for."""
     for name, part in model.named_modules():
         for key, value in vars(part).items():
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -342,14 +341,6 @@ def load_state(module: nn.Module, state: Mapping[str, Any]) -> None:
             value.copy_(state[key])
 
 
-def copied_state(module: nn.Module) -> dict[str, Any]:
-    """The state of a module, in memory of its own."""
-    return {
-        key: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-        for key, value in module.state_dict().items()
-    }
-
-
 def _slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     """The dictionary that holds a parameter or buffer of a module, and its key there."""
     path, _, key = name.rpartition(".")
@@ -475,10 +466,8 @@ class Versions:
             if parameters.get(key) is not frozen:
                 raise replaced(name)
             if frozen is not None and frozen.requires_grad:
-                raise ValueError(
-                    f"{name} was frozen when the pipeline was made, so no optimizer steps it: freeze it"
-                    " again, or make a new Pipeline"
-                )
+                text = "was frozen when the pipeline was made, so no optimizer steps it"
+                raise ValueError(f"{name} {text}: freeze it again, or make a new Pipeline")
         self.use(self.newest)
 
     def advance(self, needed: Callable[[int], bool]) -> Version:
