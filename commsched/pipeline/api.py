@@ -231,6 +231,8 @@ class Pipeline:
         iteration = self._done
         finishes = 0 <= iteration < self._periods
         with self._health.guarded():
+            for stage in self.stages.values():
+                stage.follow()
             self._interpreter.run(iteration, last, self._losses.begin if finishes else lambda: None)
             self._done += 1
             if finishes:
@@ -303,7 +305,7 @@ class Pipeline:
         """Puts each stage's newest weights into its module."""
         self._finish()
         for stage in self.stages.values():
-            stage.versions.use(stage.versions.newest)
+            stage.versions.use_newest()
 
     def checkpoint(self) -> dict[str, Any]:
         """Everything this rank needs to go on exactly here, for ``commsched.save``; every rank must call.
@@ -326,7 +328,7 @@ class Pipeline:
         """The newest weights of the stages that this rank holds, once all of them are here. They may be
         changed between two steps, on all ranks of a stage alike; call this again after each step.
         """
-        self._finish()
+        self._newest()
         leaves = [leaf for stage in self.stages.values() for leaf in stage.versions.newest.leaves]
         yield from dict.fromkeys(leaves)  # two stages may share one
 

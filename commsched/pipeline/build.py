@@ -248,12 +248,14 @@ def make_stages(
 ) -> dict[int, Stage]:
     layout, rank = program.layout, fabric.rank
     stages: dict[int, Stage] = {}
+    shared = list(chain.shared(layout.cuts).values())
     for number in layout.held_by(rank):
         layers = layout.layers(number, len(chain))
         module = chain.stage(layers.start, layers.stop)
         if any(number in users and users.keys() & stages.keys() for users in tied):
             # Each of a rank's stages steps its own copy; the caller steps a shared parameter once.
-            module = copy.deepcopy(module, _parameters(module) if own_parameters else {})
+            memo: dict[int, Any] = {id(buffer): buffer for buffer in module.buffers()}
+            module = copy.deepcopy(module, memo | (_parameters(module) if own_parameters else {}))
         last = number + 1 == layout.stages
         stages[number] = Stage(
             number,
@@ -264,6 +266,7 @@ def make_stages(
             _on_tiles(layout, number, module, fabric, tile_options),
             own_parameters,
             types,
+            [users[number] for users in shared if number in users],
         )
     return stages
 
@@ -282,7 +285,11 @@ def _on_tiles(
 
     found: dict[tuple[int, ...], TiledModule] = {}
     by_index = {}
-    modules = iter([module, copy.deepcopy(module, _parameters(module))] if layout.mirror else [module])
+    modules = iter([module])
+    if layout.mirror:
+        second = copy.deepcopy(module, _parameters(module))
+        second._stage_followed = []  # type: ignore[assignment]  # the first computes in what it would follow
+        modules = iter([module, second])
     for index in layout.computed_by(fabric.rank, number):
         replica = layout.place(number, fabric.rank, index)[0] * tiles.size
         ranks = layout.holders(number, index)[replica : replica + tiles.size]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from commsched.pipeline.factory import Make, Origin, WeightSource
+from commsched.pipeline.factory import Make, Origin, WeightSource, named_tensors
+from commsched.pipeline.following import Followed, follow_model, writes_shared
 from commsched.pipeline.forward_mode import Absent, ForwardMode, Recording, Replay, StageEnded, intercepted
 from commsched.pipeline.layers import (
     Arguments,
@@ -26,10 +26,10 @@ from commsched.pipeline.layers import (
     Operations,
     has_blocks,
     in_copy,
+    in_no_layer,
     layers_of,
     ordered,
     owners_of,
-    run_in,
     set_back,
     skeleton,
     traced_events,
@@ -80,7 +80,7 @@ class Chain:
         if not isinstance(self._forward, ListForward):
             return self
         finer = copy.copy(self)
-        finer._run_by(ListForward(self._forward.modules, each=True))
+        finer._run_by(ListForward(self.model, self._forward.modules, each=True))
         return finer
 
     def __len__(self) -> int:
@@ -88,7 +88,8 @@ class Chain:
 
     def layer_parameters(self, layer: int) -> dict[str, nn.Parameter]:
         """The parameters that a layer uses, by their names in the model."""
-        return self._forward.parameters(layer)
+        tensors = self._forward.tensors(layer)
+        return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
 
     def layer_sizes(
         self, without: frozenset[int] = frozenset(), size: Callable[[Tensor], float] = lambda p: p.nbytes
@@ -108,23 +109,27 @@ class Chain:
     def sizes(self) -> tuple[int, ...]:
         return self.layer_sizes()
 
-    def tied(self, cuts: Sequence[int]) -> dict[int, dict[int, str]]:
-        """Trainable parameters (by id) that several stages use, and those stages, each with the parameter's
-        name there. All ranks get them in the same order: they sum their gradients in it.
+    def shared(self, cuts: Sequence[int]) -> dict[int, dict[int, str]]:
+        """Parameters and buffers (by id) that several stages use, and those stages, each with the tensor's
+        name there. All ranks get them in the same order.
 
         Only before stages are made: these exchange the parameters of the model's modules.
         """
         users: dict[int, dict[int, str]] = {}
         for stage, (first, end) in enumerate(zip(cuts, [*cuts[1:], len(self)])):
             for layer in range(first, end):
-                for name, parameter in self.layer_parameters(layer).items():
-                    if parameter.requires_grad:
-                        users.setdefault(id(parameter), {}).setdefault(stage, name)
+                for name, tensor in self._forward.tensors(layer).items():
+                    users.setdefault(id(tensor), {}).setdefault(stage, name)
         return {key: stages for key, stages in users.items() if len(stages) > 1}
+
+    def tied(self, cuts: Sequence[int]) -> dict[int, dict[int, str]]:
+        """Those of ``shared`` that are trained: all ranks sum their gradients in this order."""
+        trained = {id(parameter) for parameter in self.model.parameters() if parameter.requires_grad}
+        return {key: stages for key, stages in self.shared(cuts).items() if key in trained}
 
     def first_names(self) -> dict[str, str]:
         """By every name of a parameter the one that ``named_parameters`` of the model has: tied parameters
-        have several. Only before stages are made, like ``tied``.
+        have several. Only before stages are made, like ``shared``.
         """
         first: dict[int, str] = {}
         every = self.model.named_parameters(remove_duplicate=False)
@@ -176,8 +181,8 @@ class ListForward:
 
     arguments = Arguments(("input",), {})
 
-    def __init__(self, modules: dict[str, nn.Module], each: bool = False) -> None:
-        self.modules, self._names = modules, list(modules)
+    def __init__(self, model: nn.Module, modules: dict[str, nn.Module], each: bool = False) -> None:
+        self.model, self.modules, self._names = model, modules, list(modules)
         full = [place for place, name in enumerate(modules) if each or _has_parameters(modules[name])]
         self._starts = [0, *full[1:]]
         self.names = tuple(self._names[place] for place in full or [0])
@@ -186,15 +191,20 @@ class ListForward:
         starts = [*self._starts, len(self._names)]
         return {name: self.modules[name] for name in self._names[starts[first] : starts[end]]}
 
-    def parameters(self, layer: int) -> dict[str, nn.Parameter]:
+    def tensors(self, layer: int) -> dict[str, Tensor]:
         return {
-            f"{name}.{key}": parameter
+            f"{name}.{key}": tensor
             for name, module in self._part(layer, layer + 1).items()
-            for key, parameter in module.named_parameters(remove_duplicate=False)
+            for key, tensor in named_tensors(module).items()
         }
 
     def stage(self, first: int, end: int) -> nn.Module:
-        return ListStage(self._part(first, end), end == len(self.names))
+        stage = ListStage(self._part(first, end), end == len(self.names))
+        mine = set(stage.modules())
+        stage._stage_followed = [
+            Followed(name, part, part if part in mine else None) for name, part in self.model.named_modules()
+        ]
+        return stage
 
 
 class ListStage(nn.Module):
@@ -203,6 +213,8 @@ class ListStage(nn.Module):
     def __init__(self, modules: dict[str, nn.Module], last: bool) -> None:
         super().__init__()
         self._stage_calls, self._stage_last = list(modules.values()), last
+        self._stage_followed: list[Followed] = []
+        self._stage_known: dict[Any, Any] = {}
         self._stage_writes: dict[bool, bool] = {}
         for name, module in modules.items():
             parent: nn.Module = self
@@ -274,10 +286,10 @@ def _forward_of(
 ) -> ListForward | ModuleForward:
     if elements:
         return ListForward(
-            {name: part for name, part in model._modules.items() if part is not None}, each=True
+            model, {name: part for name, part in model._modules.items() if part is not None}, each=True
         )
     if modules := _plain_modules(model):
-        return ListForward(modules)
+        return ListForward(model, modules)
     return ModuleForward(model, example, inside)
 
 
@@ -297,7 +309,10 @@ def split(
     if (stages is None) == (cuts is None):
         raise ValueError("split needs either stages= (how many) or cuts= (the first layer of each)")
     chosen = chain.even_cuts(stages) if stages is not None else chain.cuts(cuts or ())
-    return [chain.stage(first, end) for first, end in zip(chosen, [*chosen[1:], len(chain)])]
+    found = [chain.stage(first, end) for first, end in zip(chosen, [*chosen[1:], len(chain)])]
+    for stage in found:
+        stage.register_forward_pre_hook(lambda stage, _: follow_model(stage))
+    return found
 
 
 # -- a stage of a model: a part of the model's own forward ---------------------------------------------------
@@ -312,24 +327,20 @@ class PartialForward:
         self, model: nn.Module, layers: Sequence[ModuleLayer], kept: range, arguments: Arguments
     ) -> None:
         self.model, self.arguments = skeleton(model, layers, kept), arguments
-        self.layers = [in_copy(self.model, layer) for layer in layers]
-        own = run_in(model, layers, kept)
-        self.containers = [self.model.get_submodule(name) for name in run_in(model, layers, range(0))]
-        self._followed = [_Followed(model.get_submodule(n), self.model.get_submodule(n)) for n in own]
+        self.layers, self._kept = [in_copy(self.model, layer) for layer in layers], kept
+        self.containers = [self.model.get_submodule(name) for name in in_no_layer(model, layers)]
+        copied = self.model.get_submodule
+        self.followed = [Followed(name, part, copied(name)) for name, part in model.named_modules()]
         self._whole_layers = [layer.own.module if layer.own.whole else None for layer in self.layers]
         self._known: dict[Any, list[Operations]] = {}
-
-    def follow(self) -> None:
-        """Takes over what the caller has assigned to attributes of the model."""
-        for followed in self._followed:
-            followed.follow()
 
     def operations(self, inputs: dict[str, Any], device: torch.device, seed: int) -> Operations:
         """The operations of a forward with these inputs, from a dry run; kept for inputs of the same shapes
         with which the code decides alike.
         """
         leaves, spec = tree_flatten(inputs)
-        key = (str(spec), *map(_shape_key, leaves), self.model.training, torch.is_grad_enabled())
+        modes = [followed.runs.training for followed in self.followed]  # type: ignore[union-attr]
+        key = (str(spec), *map(_shape_key, leaves), *modes, torch.is_grad_enabled())
         known = self._known.pop(key, [])
         remember(self._known, key, known, 256)
         if known and known[-1].decisions:
@@ -379,18 +390,20 @@ class PartialForward:
         mode = ForwardMode(owners_of(self.layers), range(0), torch.device("cpu"))
         self._imagine(mode, Recording(mode), _copied(inputs))
         copies = zip(originals, self.layers, strict=True)
-        own = {
-            id(copy): id(one) for a, b in copies for one, copy in zip(a.tensors(), b.tensors(), strict=True)
-        }
+        pairs = [zip(a.tensors().values(), b.tensors().values(), strict=True) for a, b in copies]
+        own = {id(copied): id(one) for same in pairs for one, copied in same}
         return [(kind, [(layer, own.get(t, 0)) for layer, t in read]) for kind, read in mode.found.events]
 
     def _imagine(self, mode: ForwardMode, handle: Any, inputs: dict[str, Any]) -> list[int | None]:
         """The numbers of the outputs of a forward in which nothing computes."""
         device = mode.device
         eager = torch.compiler.set_stance("force_eager")  # torch.compile cannot see values that are absent
+        parts = [(name, part._buffers, dict(part._buffers)) for name, part in self.model.named_modules()]
         with ONE_AT_A_TIME, eager, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             with set_back(self.model, (int, float)), intercepted(self._whole_layers, handle), mode:
                 output = self.arguments.call(self.model, inputs)
+        for name, buffers, before in parts:
+            self._settle_buffers(mode, f"{name}." if name else "", buffers, before)
         tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
         leaves = [leaf for leaf in tensors if isinstance(leaf, Absent)]
         # What the forward returns of its inputs alone: the last stage must have them whole.
@@ -399,20 +412,32 @@ class PartialForward:
             mode.found.use(mode.number(leaf), len(self.layers) - 1)  # type: ignore[arg-type]
         return [mode.number(leaf) for leaf in leaves]
 
+    def _settle_buffers(
+        self, mode: ForwardMode, prefix: str, buffers: dict[str, Any], before: dict[str, Any]
+    ) -> None:
+        """Gives buffers that a dry run has assigned their values again; those of other stages are refused."""
+        for key, value in before.items():
+            number = mode.number(buffers.get(key))  # type: ignore[arg-type]
+            if number is None:
+                continue
+            users = [*mode.owners.get(id(value), range(len(self.layers))), mode.found.maker[number]]
+            buffers[key] = value
+            if self._kept and len({layer in self._kept for layer in users}) > 1:
+                raise writes_shared(prefix + key)
+
     def run(self, mode: ForwardMode, operations: Operations, inputs: dict[str, Any]) -> Any:
-        """The model's output as far as the mode's layers make it."""
+        """The model's output as far as the mode's layers make it. Buffers that the forward replaces are kept
+        meanwhile: no other tensor gets their ids.
+        """
+        kept = [followed.runs._buffers.copy() for followed in self.followed]  # type: ignore[union-attr]
         try:
             with intercepted(self._whole_layers, Replay(mode, operations.calls)), mode:
                 output = self.arguments.call(self.model, inputs)
         except StageEnded:
             return None
+        finally:
+            del kept
         return tree_map_only(Absent, lambda leaf: mode.made[mode.number(leaf)], output)  # type: ignore[index]
-
-
-def follow_model(module: nn.Module) -> None:
-    """Let a stage's module take over what the caller has assigned to attributes of the model."""
-    if isinstance(module, StageForward):
-        module._stage_whole[0].follow()
 
 
 class StageForward(nn.Module):
@@ -427,6 +452,7 @@ class StageForward(nn.Module):
     def __init__(self, whole: PartialForward, layers: range) -> None:
         super().__init__()
         self._stage_whole = (whole,)  # in a tuple: it is no part of this module
+        self._stage_followed, self._stage_known = whole.followed, whole._known
         self._stage_layers = layers
         self.training = whole.model.training
         parts = [part for number in layers for part in whole.layers[number].parts]
@@ -474,7 +500,6 @@ class StageForward(nn.Module):
     def forward(self, *arguments: Any) -> Any:
         (whole,) = self._stage_whole
         first, end = self._stage_layers.start, self._stage_layers.stop
-        whole.follow()
         if first:
             values, inputs, seeds = arguments
         else:
@@ -560,47 +585,12 @@ class ModuleForward:
         self.layers = ordered(model, self.layers, events)
         self.names = tuple(layer.own.name or type(model).__name__ for layer in self.layers)
 
-    def parameters(self, layer: int) -> dict[str, nn.Parameter]:
-        return self.layers[layer].parameters()
+    def tensors(self, layer: int) -> dict[str, Tensor]:
+        return self.layers[layer].tensors()
 
     def stage(self, first: int, end: int) -> nn.Module:
         layers = range(first, end)
         return StageForward(PartialForward(self.model, self.layers, layers, self.arguments), layers)
-
-
-class _Followed:
-    """A module and its copy, which gets what is assigned to attributes of the first, and the hooks that are
-    added to it. Nothing that is computed is assigned there: forwards run in the copy.
-    """
-
-    def __init__(self, module: nn.Module, copied: nn.Module) -> None:
-        self._module, self._copied = weakref.ref(module), vars(copied)
-        self._seen, self._hooks = {}, {}
-        for name, value in vars(module).items():
-            if "_hooks" in name and isinstance(value, dict):
-                self._hooks[name] = list(value)
-                self._copied[name] = type(value)(value)  # not copies of what the hooks belong to
-            elif name not in _TENSORS:
-                self._seen[name] = value
-
-    def follow(self) -> None:
-        module = self._module()
-        if module is None:
-            return
-        for name, value in vars(module).items():
-            if name in self._hooks:
-                if list(value) != self._hooks[name]:
-                    self._take_hooks(name, value)
-            elif name not in _TENSORS and value is not self._seen.get(name, self):
-                self._seen[name] = self._copied[name] = value
-
-    def _take_hooks(self, name: str, hooks: dict[int, Any]) -> None:
-        mine, known = self._copied[name], self._hooks[name]
-        for key in known:
-            if key not in hooks:
-                mine.pop(key, None)
-        mine.update({key: hook for key, hook in hooks.items() if key not in known})
-        self._hooks[name] = list(hooks)
 
 
 class _Some(dict[str, Any]):
@@ -622,9 +612,6 @@ class _Some(dict[str, Any]):
 
     def values(self) -> Any:
         return [self.home[key] for key in self]
-
-
-_TENSORS = ("_parameters", "_buffers", "_modules")
 
 
 def _copied(inputs: dict[str, Any]) -> dict[str, Any]:

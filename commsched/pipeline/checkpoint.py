@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from commsched.pipeline.messages import (
 from commsched.pipeline.random_state import random_state, set_random_state
 from commsched.pipeline.rows import Share
 from commsched.pipeline.shares import Sampling
-from commsched.pipeline.stage import Head, Saved, Stage, Version
+from commsched.pipeline.stage import Head, Saved, Stage, Version, load_state
 from commsched.pipeline.update import Update
 from scheduler.ir.actions import RECVS, Action, Kind
 from scheduler.ir.layout import Layout, is_token
@@ -139,10 +139,7 @@ def _stage(stage: Stage, update: Update) -> dict[str, Any]:
     return {
         "newest": stage.versions.newest.number,
         "versions": {n: _plain(list(v.data)) for n, v in stage.versions.live.items()},
-        "modules": [
-            {key: value.detach().clone() for key, value in module.state_dict().items()}
-            for module in stage.modules
-        ],
+        "modules": [dict(deepcopy(module.state_dict())) for module in stage.modules],
         "saved": {micro: _kept(saved) for micro, saved in stage.saved.items()},
         "grads": {period: _plain(list(grads)) for period, grads in stage.grads.items()},
         "losses": dict(stage.losses),
@@ -201,8 +198,7 @@ def resumed(pipeline: Running, state: dict[str, Any]) -> None:
 @torch.no_grad()
 def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
     for module, kept in zip(stage.modules, state["modules"], strict=True):
-        for key, value in module.state_dict().items():
-            value.copy_(kept[key])
+        load_state(module, kept)
     versions = stage.versions
     newest = versions.newest
     versions.live = {
@@ -263,15 +259,18 @@ class FullState:
         state = chain.model.state_dict()
         self.keys = tuple(state)
         held = chain.stage(0, len(chain)).state_dict().keys()
+        spare = {key: value for key, value in state.items() if key not in held}
+        if extra := [key for key, value in spare.items() if not isinstance(value, Tensor)]:
+            text = "is the state of a module that is cut: define get_extra_state in modules that stay whole"
+            raise ValueError(f"{', '.join(extra)} {text}, such as blocks")
         # Tensors that no stage uses never change.
-        self.spare = {key: value.clone() for key, value in state.items() if key not in held}
+        self.spare = {key: value.clone() for key, value in spare.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         self.newest()
         found = {key: value.clone() for key, value in self.spare.items()}
         for number, owner in enumerate(self.owners):
-            state = self.stages[number].module.state_dict() if owner == self.fabric.rank else {}
-            mine = {key: value.detach().clone() for key, value in state.items()}
+            mine = deepcopy(self.stages[number].module.state_dict()) if owner == self.fabric.rank else {}
             others = [rank for rank in range(self.fabric.size) if rank != owner]
             found.update(from_first(self.lane, self.fabric.rank, [owner, *others], mine))
         return {key: found[key] for key in self.keys}
@@ -279,6 +278,8 @@ class FullState:
     def save(self, folder: str | Path) -> None:
         """Writes a file of safetensors for each stage, by its first rank, and their index."""
         self.newest()
+        if extra := [key for key in self.keys if key.endswith("_extra_state")]:
+            raise ValueError(f"save() writes tensors, not {', '.join(extra)}: torch.save the state_dict()")
         folder, count = Path(folder), len(self.owners)
         mine = {}
         for number, owner in enumerate(self.owners):
@@ -303,7 +304,7 @@ class FullState:
             key: value for stage in self.stages.values() for key, value in stage.module.state_dict().items()
         }
         for key, value in {**held, **self.spare}.items():
-            if value.shape != state[key].shape:
+            if isinstance(value, Tensor) and value.shape != state[key].shape:
                 raise ValueError(
                     f"the state's {key} has the shape {tuple(state[key].shape)}, and the model's has"
                     f" {tuple(value.shape)}"

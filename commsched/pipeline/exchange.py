@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -389,12 +389,17 @@ def checked_pair(batch: Any) -> Any:
     if batch is None:
         return None, None
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch
+        return tree_map(_as_dict, tuple(batch))
     what = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
     raise ValueError(
         f"a batch is a pair (inputs, targets), and this one is {what}; several inputs are a tuple or a dict"
         " in it: ((x, mask), y)"
     )
+
+
+def _as_dict(leaf: Any) -> Any:
+    """A mapping of a class that pytrees do not know, such as UserDict, as a dict."""
+    return tree_map(_as_dict, dict(leaf)) if isinstance(leaf, Mapping) else leaf
 
 
 def _clone(leaf: Any) -> Any:

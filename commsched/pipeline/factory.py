@@ -65,13 +65,13 @@ class Origin:
     @property
     def complete(self) -> bool:
         """Whether nothing is left to fill."""
-        return self._weights is None and not any(t.is_meta for t in _named_tensors(self.model).values())
+        return self._weights is None and not any(t.is_meta for t in named_tensors(self.model).values())
 
     def fill(self, names: Collection[str], random: Tensor, device: torch.device | str | None = None) -> None:
         """Gives these parameters and buffers their values, on ``device`` (None: where they are made).
         ``random``: the state of torch's generator with which a factory begins.
         """
-        tensors = _named_tensors(self.model)
+        tensors = named_tensors(self.model)
         read = self._names_in_weights({id(tensors[name]) for name in names})
         missing = [name for name in names if tensors[name].is_meta and id(tensors[name]) not in read]
         made: dict[int, Tensor] = {}
@@ -81,7 +81,7 @@ class Origin:
                 warnings.warn(text, stacklevel=2)
             made = self._made(self._factory, missing, random)
         self._put(read, made, device)
-        tensors = _named_tensors(self.model)
+        tensors = named_tensors(self.model)
         kept = set(self.model.state_dict())
         missing = [name for name in tensors if tensors[name].is_meta and (name in names or name not in kept)]
         if missing:
@@ -97,7 +97,7 @@ class Origin:
         if self._weights is None:
             return {}
         names: dict[int, list[str]] = {}
-        for name, tensor in _named_tensors(self.model).items():
+        for name, tensor in named_tensors(self.model).items():
             names.setdefault(id(tensor), []).append(name)
         prefix = getattr(self.model, "base_model_prefix", "")
         found = {key: self._weights.name_of(names[key], prefix) for key in wanted}
@@ -105,7 +105,7 @@ class Origin:
 
     def _made(self, factory: Factory, names: Collection[str], random: Tensor) -> dict[int, Tensor]:
         """By id, these parameters and all buffers as the factory makes them."""
-        made, outline = _named_tensors(factory.partial(names, random)), _named_tensors(self.model)
+        made, outline = named_tensors(factory.partial(names, random)), named_tensors(self.model)
         buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         return {id(outline[name]): made[name] for name in {*names, *buffers}}
 
@@ -145,7 +145,7 @@ def _filled(old: Tensor, value: Tensor, device: torch.device | str | None) -> Te
     return parameter
 
 
-def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers; those with several names under each of them."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),

@@ -222,7 +222,9 @@ class ForwardMode(TorchFunctionMode):
             self.made[number] = result
 
     def _shapes(self, func: Any, tensors: list[Tensor], leaves: list[Any], spec: Any) -> Any:
-        """The absent results of an operation of another stage."""
+        """The absent results of an operation of another stage, whose hooks its own stage registers."""
+        if func in _HOOKS:
+            return None
         if func in ASKS_FOR_VALUES:
             raise ValueError(
                 f"this model cannot be cut: {code_place()} reads the value of a tensor that another stage"
@@ -472,6 +474,7 @@ ASKS_FOR_VALUES = _functions(
     (torch, "equal allclose is_nonzero"),
     (Tensor, "equal allclose is_nonzero item tolist numpy __bool__ __int__ __float__ __index__"),
 )
+_HOOKS = _functions((Tensor, "register_hook retain_grad"))
 
 
 def _same(tensor: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from commsched.channels import Pending
 from commsched.errors import CommError
-from commsched.pipeline.chain import follow_model
 from commsched.pipeline.exchange import Exchange, Inputs, tellers
 from commsched.pipeline.messages import Fabric, from_first, in_words, receive_object, send_object
 from commsched.pipeline.random_state import drawing_at
@@ -462,8 +461,7 @@ class Evaluation:
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         for stage in self.stages.values():  # else what the caller has set would be undone at the end
-            for module in stage.modules:
-                follow_model(module)
+            stage.follow()
         modes = [
             (part, part.training)
             for stage in self.stages.values()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from inspect import Parameter, signature
@@ -58,19 +58,16 @@ class ModuleLayer:
     def parts(self) -> tuple[Held, ...]:
         return self.own, *self.borrowed
 
-    def tensors(self) -> list[Tensor]:
-        """Parameters and buffers."""
-        return [tensor for part in self.parts for tensor in part.tensors().values()]
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for part in self.parts for name, parameter in part.parameters().items()}
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers by their names in the model."""
+        return {name: tensor for part in self.parts for name, tensor in part.tensors().items()}
 
 
 def owners_of(layers: Sequence[ModuleLayer]) -> dict[int, list[int]]:
     """The layers of each parameter and buffer, by id; new at each call: weight versions exchange them."""
     found: dict[int, list[int]] = {}
     for number, layer in enumerate(layers):
-        for tensor in layer.tensors():
+        for tensor in layer.tensors().values():
             found.setdefault(id(tensor), []).append(number)
     return found
 
@@ -88,23 +85,36 @@ def skeleton(model: nn.Module, layers: Sequence[ModuleLayer], kept: range) -> nn
     """A copy of the model that shares the tensors of the layers ``kept`` and of no layer; of other layers'
     tensors it has the shapes. So the rest of the model can be freed.
     """
-    mine = {id(tensor) for number in kept for tensor in layers[number].tensors()}
+    mine = {id(tensor) for number in kept for tensor in layers[number].tensors().values()}
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     for layer in layers:
-        for tensor in layer.tensors():
+        for tensor in layer.tensors().values():
             if id(tensor) not in mine:
                 shape = torch.empty_like(tensor, device="meta", requires_grad=False)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(shape, tensor.requires_grad) if is_parameter else shape
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, dict(memo))
+    except Exception as error:
+        raise ValueError(
+            f"a stage runs a copy of the model, and {_uncopied(model, memo)} cannot be copied ({error}):"
+            " define __deepcopy__ for it, or set it after the pipeline is made, which then takes it as it is"
+        ) from error
 
 
-def run_in(model: nn.Module, layers: Sequence[ModuleLayer], kept: range) -> list[str]:
-    """The modules that a stage of these layers runs, by name: its own, those that are opened, and those in no
-    layer.
-    """
-    others = [own for number, own in enumerate(layer.own for layer in layers) if number not in kept]
-    left_out = {id(part) for own in others if own.whole for part in own.module.modules()}
+def _uncopied(model: nn.Module, memo: dict[int, Any]) -> str:
+    for name, part in model.named_modules():
+        for key, value in vars(part).items():
+            try:
+                copy.deepcopy(value if key != "_modules" else None, dict(memo))
+            except Exception:
+                return f"{name or type(model).__name__}.{key}"
+    return type(model).__name__
+
+
+def in_no_layer(model: nn.Module, layers: Sequence[ModuleLayer]) -> list[str]:
+    """The modules that every stage runs, by name: those that are opened, and those in no layer."""
+    left_out = {id(part) for layer in layers if layer.own.whole for part in layer.own.module.modules()}
     return [name for name, part in model.named_modules() if id(part) not in left_out]
 
 
@@ -189,7 +199,7 @@ def ordered(model: nn.Module, layers: Sequence[ModuleLayer], events: Iterable[Ev
                     borrowed.setdefault(reader, {})[tensor] = None
     lent = {tensor for found in borrowed.values() for tensor in found}
     for number, layer_ in enumerate(layers):  # what no forward reads stays, at the end
-        if not any(id(tensor) in lent or id(tensor) in first for tensor in layer_.tensors()):
+        if not any(id(tensor) in lent or id(tensor) in first for tensor in layer_.tensors().values()):
             order.setdefault(number)
     taken: dict[int, list[int]] = {}  # by layer, what it has of opened modules
     for tensor, home in first.items():
@@ -384,7 +394,7 @@ class Arguments:
         """A batch's inputs as values of ``names``, then the rest and the extra ones if there are any: a dict
         by name, and a tuple by place where the forward takes several.
         """
-        if isinstance(inputs, dict) and self._takes(inputs):
+        if isinstance(inputs, Mapping) and self._takes(inputs):
             given = {name: inputs[name] if name in inputs else self._default(name) for name in self.names}
             extra = {name: value for name, value in inputs.items() if name not in given}
             return self._values(given, (), extra)
@@ -396,7 +406,7 @@ class Arguments:
         given |= {name: self._default(name) for name in self.names if name not in given}
         return self._values(given, placed[self.placed :], {})
 
-    def _takes(self, inputs: dict[Any, Any]) -> bool:
+    def _takes(self, inputs: Mapping[Any, Any]) -> bool:
         """Whether these are arguments by name, and not one argument that is a dict."""
         known = inputs.keys() & set(self.names)
         others = inputs.keys() - known

@@ -421,8 +421,9 @@ class Outbox:
         if known != outline:
             raise ValueError(
                 f"stage {action.stage} put out {outline} for micro-batch {action.index} of step"
-                f" {action.shift}, and {known} for an earlier micro-batch of the same input shapes; shapes at"
-                " a cut may only depend on the shapes of the batch"
+                f" {action.shift}, and {known} for an earlier micro-batch of the same input shapes; what"
+                " crosses a cut may only depend on the shapes of the batch: after a change of the model that"
+                " changes it (a hook, a frozen stage), make a new Pipeline"
             )
         self.send(action, leaves)
         return back

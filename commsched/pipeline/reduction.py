@@ -193,6 +193,7 @@ class ReplicaBuckets:
         hooks = [
             leaf.register_post_accumulate_grad_hook(filled(place))
             for place, leaf in enumerate(version.leaves)
+            if leaf.requires_grad
         ]
         try:
             yield

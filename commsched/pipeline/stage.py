@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from commsched.backends.interface import Scaling
 from commsched.collectives.compression import block_code
 from commsched.optimizer.planner import SHARE, travels_quantised
 from commsched.optimizer.sharded_step import HALVES
+from commsched.pipeline.following import follow_model, replaced, writes_shared
 from commsched.pipeline.random_state import random_state, set_random_state
 from commsched.pipeline.rows import Cut
 
@@ -85,7 +86,7 @@ class Stage:
     """``module`` with its parameters in versions. ``recompute``: keep inputs only and repeat the forward.
     ``stays``: micro-batches may be in flight between two steps; a checkpoint repeats their forward.
     ``tiled``: by micro-batch, the module on the grid of tiles that computes it; empty for whole samples.
-    ``types``: of gradients.
+    ``types``: of gradients. ``shared``: tensors that other stages have, too.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Stage:
         tiled: Mapping[int, TiledModule] | None = None,
         own_parameters: bool = False,
         types: GradientTypes = GradientTypes(),
+        shared: Iterable[str] = (),
     ) -> None:
         self.number, self.module, self.loss, self.recompute = number, module, loss, recompute
         self.tiled = tiled or {}
@@ -121,13 +123,20 @@ class Stage:
             for key, buffer in part._buffers.items()
             if buffer is not None
         ]
+        self._shared = [(name, *_slot(module, name)) for name in shared]
+        for each in (followed for part in self.modules for followed in part._stage_followed):  # type: ignore[union-attr]
+            each.remember()  # tiles change modules
 
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor]) -> None:
+    def follow(self) -> None:
+        """Takes over what a script has changed in the model."""
+        self.versions.use_newest()
+        for module in self.modules:
+            follow_model(module)
+
+    def load(self, state: Mapping[str, Any]) -> None:
         """Copies a state into the module; its copies share the parameters and get the same buffers."""
         for module in self.modules:
-            for key, value in module.state_dict().items():
-                value.copy_(state[key])
+            load_state(module, state)
 
     @torch.no_grad()
     def load_buffers(self, state: Mapping[str, Tensor]) -> None:
@@ -189,7 +198,11 @@ class Stage:
         tiled = self.tiled.get(saved.micro[0])
         leaves = saved.leaves if tiled is None else tiled.enter(saved.leaves, saved.cuts)
         module = self.module if tiled is None else tiled.module
+        before = [(values[key], values[key]._version) for _, values, key in self._shared]
         output = module(*_unflattened(leaves, saved.spec))
+        for (name, values, key), (tensor, version) in zip(self._shared, before, strict=True):
+            if values[key] is not tensor or tensor._version != version:
+                raise writes_shared(name)
         if saved.head is not None:
             if saved.head.count is not None:
                 whole = output if tiled is None else tiled.whole(output)
@@ -339,6 +352,24 @@ class Stage:
             self._repeat(saved)
 
 
+@torch.no_grad()
+def load_state(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Copies a state into a module's tensors, and gives its modules their extra state."""
+    for key, value in module.state_dict().items():
+        path, _, name = key.rpartition(".")
+        if name == "_extra_state":
+            module.get_submodule(path).set_extra_state(state[key])
+        else:
+            value.copy_(state[key])
+
+
+def _slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """The dictionary that holds a parameter or buffer of a module, and its key there."""
+    path, _, key = name.rpartition(".")
+    part = module.get_submodule(path)
+    return (part._parameters if key in part._parameters else part._buffers), key
+
+
 def _is_flat(spec: Any, count: int) -> bool:
     """A tuple of so many leaves, which needs no walk: this happens for every micro-batch."""
     return spec is not None and spec.type is tuple and spec.num_nodes == spec.num_children + 1 == count + 1
@@ -399,13 +430,15 @@ class Versions:
         by_id: dict[int, str] = {}
         leaves: list[nn.Parameter] = []
         self.places: dict[str, int] = {}  # of every name in the leaves
+        self._frozen: list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []
         # Shared parameters have one name and several slots.
         every = [found for module in modules for found in module.named_modules(remove_duplicate=False)]
         for prefix, part in every:
             for key, parameter in part._parameters.items():
-                if parameter is None or not parameter.requires_grad:
-                    continue
                 path = f"{prefix}.{key}" if prefix else key
+                if parameter is None or not parameter.requires_grad:
+                    self._frozen.append((path, part._parameters, key, parameter))
+                    continue
                 name = by_id.setdefault(id(parameter), path)
                 if name not in self.slots:
                     self.slots[name] = []
@@ -436,9 +469,28 @@ class Versions:
         if version is self._in_use:
             return
         for slots, leaf in zip(self.slots.values(), version.leaves, strict=True):
+            now = slots[0][0][slots[0][1]]
+            if now is not None and now.requires_grad is not leaf.requires_grad:
+                leaf.requires_grad_(now.requires_grad)  # frozen between steps
             for parameters, key in slots:
                 parameters[key] = leaf
         self._in_use = version
+
+    def use_newest(self) -> None:
+        """``ValueError`` if the modules have other parameters than the version in use, or train one that was
+        frozen at the start.
+        """
+        assert self._in_use is not None
+        for (name, slots), leaf in zip(self.slots.items(), self._in_use.leaves, strict=True):
+            if any(parameters.get(key) is not leaf for parameters, key in slots):
+                raise replaced(name)
+        for name, parameters, key, frozen in self._frozen:
+            if parameters.get(key) is not frozen:
+                raise replaced(name)
+            if frozen is not None and frozen.requires_grad:
+                text = "was frozen when the pipeline was made, so no optimizer steps it"
+                raise ValueError(f"{name} {text}: freeze it again, or make a new Pipeline")
+        self.use(self.newest)
 
     def advance(self, needed: Callable[[int], bool]) -> Version:
         """The tensors for the next version. They are the newest version's own where ``needed`` says that

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections import UserDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -726,3 +729,276 @@ def test_a_saved_buffer_may_be_a_part_of_another(tmp_path: Any) -> None:
     save_shard(tmp_path, {"table": table, "first": table[:1], "again": table}, 0, 1)
     found = safetensors.load_file(str(tmp_path / "model-00001-of-00001.safetensors"))
     assert torch.equal(found["first"], table[:1]) and torch.equal(found["table"], table) and len(found) == 2
+
+
+# -- what scripts change in a model after its pipeline is made -----------------------------------------------
+
+
+class Scaled(Called):
+    """A buffer and a mode of its own; ``gain`` adds an operation once it is set."""
+
+    gain: float | None = None
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__(linears(4))
+        self.register_buffer("scale", torch.ones(WIDTH).double())
+        if tied:
+            self.parts[3].weight = self.parts[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = torch.tanh(part(x)) * (1.0 if self.training else 0.5)
+            x = x if self.gain is None else x * self.gain
+        return x * self.scale
+
+
+class Rate(nn.Module):
+    rate = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * (self.rate if self.training else 2.0)
+
+
+def tied_list() -> nn.Sequential:
+    parts = linears(4)
+    parts[3].weight = parts[0].weight
+    return nn.Sequential(*(part for linear in parts for part in (linear, Rate())))
+
+
+def with_change(model: nn.Module, change: Any, **options: Any) -> tuple[Any, Any]:
+    """The weights after four steps with a change before the third, of a pipeline and of one process."""
+    data = batches(4)
+
+    def work(fabric: Any) -> Any:
+        mine = copy.deepcopy(model)
+        pipeline = Pipeline(mine, loss=loss_of, optimizer=momentum, fabric=fabric, **options)
+        for number, batch in enumerate(data):
+            if number == 2:
+                change(mine)
+            pipeline.step(batch)
+        return pipeline.state_dict()
+
+    found, plain = on_threads(1 if "virtual" in options else 2, work)[0], copy.deepcopy(model)
+    stepper = momentum(list(plain.parameters()))
+    for number, (inputs, targets) in enumerate(data):
+        if number == 2:
+            change(plain)
+        stepper.zero_grad()
+        loss_of(plain(inputs), targets).backward()
+        stepper.step()
+    return found, plain.state_dict()
+
+
+TWO_STAGES_ON_A_RANK = {"schedule": "interleaved", "virtual": 2, "mesh": (1, 1), "num_microbatches": 2}
+
+
+def skips(model: Any) -> None:
+    kept: dict[str, Tensor] = {}
+    model.parts[0].register_forward_hook(lambda _, inputs, output: kept.update(x=output))
+    model.parts[2].register_forward_hook(lambda _, inputs, output: output + kept["x"])
+
+
+def halved_by_hook(model: Any) -> None:
+    model.parts[2].register_forward_hook(lambda _, inputs, output: output * 0.5)
+
+
+@pytest.mark.parametrize("options", [{"mesh": (2, 1), "num_microbatches": 2}, TWO_STAGES_ON_A_RANK])
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: Scaled(tied=True), lambda model: model.eval()),
+        (lambda: Scaled(tied=True), lambda model: setattr(model, "gain", 0.5)),
+        (lambda: Scaled(tied=True), halved_by_hook),
+        (Scaled, lambda model: model.register_buffer("scale", torch.full((WIDTH,), 0.5).double())),
+        (Scaled, lambda model: model.scale.fill_(0.5)),
+        (Scaled, lambda model: model.parts[1].weight.requires_grad_(False)),
+        (tied_list, lambda model: model.eval()),
+        (tied_list, lambda model: [setattr(part, "rate", 0.1) for part in model[1::2]]),
+    ],
+)
+def test_what_changes_in_the_model_reaches_every_stage(make: Any, change: Any, options: Any) -> None:
+    assert_close(*with_change(make(), change, **options))
+
+
+def with_frozen(model: Any) -> Any:
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+@torch.no_grad()
+def doubled(model: Any) -> None:
+    model.parts[3].weight.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "message"),
+    [
+        (Scaled, skips, "what crosses a cut .* make a new Pipeline"),
+        (Scaled, lambda model: model.parts[:2].requires_grad_(False), "what crosses a cut .* a frozen stage"),
+        (Scaled, lambda model: setattr(model, "parts", linears(4)), "parts of the model has been"),
+        (
+            Scaled,
+            lambda model: model.parts.__setitem__(1, linears(1)[0]),
+            r"parts.1 of .* make a new Pipeline",
+        ),
+        (Scaled, lambda model: model.parts.append(linears(1)[0]), "parts.4 of the model has been added"),
+        (Scaled, lambda model: setattr(model.parts[1], "bias", None), "parts.1.bias of the model"),
+        (
+            Scaled,
+            lambda model: setattr(model.parts[1].bias, "data", torch.ones(WIDTH).double()),
+            "parts.1.bias",
+        ),
+        (
+            Scaled,
+            lambda model: model.register_buffer("more", torch.ones(1)),
+            "more of the model has been added",
+        ),
+        (
+            lambda: chain_model(4),
+            lambda model: model.__setitem__(2, linears(1)[0]),
+            "2 of the model has been",
+        ),
+        (
+            lambda: chain_model(4),
+            lambda model: setattr(model[2], "bias", nn.Parameter(torch.ones(WIDTH).double())),
+            "2.bias of the model has been",
+        ),
+        (
+            lambda: with_frozen(chain_model(4)),
+            lambda model: model[2].bias.requires_grad_(True),
+            "2.bias was frozen when the pipeline was made",
+        ),
+        (
+            Scaled,
+            lambda model: model.parts[1].register_full_backward_hook(lambda *_: None),
+            r"parts.1 has backward hooks .* x.register_hook",
+        ),
+    ],
+)
+def test_what_stages_cannot_take_over_is_refused(make: Any, change: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        with_change(make(), change, mesh=(2, 1), num_microbatches=2)
+
+
+def test_a_tied_copy_that_does_not_follow_its_parameter_is_told() -> None:
+    with pytest.raises(ValueError, match="change the values in place|make a new Pipeline"):
+        with_change(Scaled(tied=True), doubled, **TWO_STAGES_ON_A_RANK)
+
+
+class Averages(Called):
+    """A running mean, which one stage writes and another or the same one reads."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(linears(4))
+        self.how = how
+        self.register_buffer("mean", torch.zeros(WIDTH).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.parts[0](x)
+        if self.how != "assigned back":
+            self._keep(x)
+        if self.how == "assigned here":
+            x = x - self.mean
+        elif self.how == "assigned back":
+            x = x - self.mean.clone()
+        for part in self.parts[1:]:
+            x = torch.tanh(part(x))
+        if self.how == "assigned back":
+            self._keep(x)
+        return x + self.mean if self.how in ("in place", "a part") else x
+
+    def _keep(self, x: Tensor) -> None:
+        now = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        if self.how == "in place":
+            self.mean.copy_(now)
+        elif self.how == "a part":
+            self.mean[1:].copy_(now[1:])
+        else:
+            self.mean = now
+
+
+@pytest.mark.parametrize("how", ["in place", "a part", "assigned back", "assigned here"])
+def test_a_buffer_that_several_stages_have_is_written_by_none(how: str) -> None:
+    """Each stage has a copy of its own."""
+    model, data = Averages(how), batches(3)
+    options: dict[str, Any] = {"mesh": (2, 1), "example": data[0][0]}
+    if how == "assigned here":
+        weights, _, _ = train(model, data, 2, momentum, **options)
+        assert_close(weights, in_one_process(model, data)[0])
+    else:
+        with pytest.raises(ValueError, match="writes to mean, and several stages have it.*cuts="):
+            train(model, data, 2, momentum, **options)
+
+
+def test_a_module_in_two_stages_writes_no_buffer() -> None:
+    norm = nn.BatchNorm1d(WIDTH)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, WIDTH), norm).double()
+    with pytest.raises(ValueError, match="writes to 1.num_batches_tracked, and several stages have it"):
+        train(model, batches(1), 2, mesh=(2, 1))
+
+
+class Noted(nn.Linear):
+    note = "none"
+
+    def get_extra_state(self) -> Any:
+        return {"note": self.note}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state["note"]
+
+
+@pytest.mark.parametrize("mesh", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("wrap", [Called, lambda parts: nn.Sequential(*parts)])
+def test_modules_may_have_extra_state(wrap: Any, mesh: Any) -> None:
+    model, data = wrap(nn.ModuleList([*linears(3), Noted(WIDTH, WIDTH).double()])), batches(2)
+
+    def work(fabric: Any) -> Any:
+        mine = copy.deepcopy(model)
+        pipeline = Pipeline(mine, mesh=mesh, loss=loss_of, optimizer=momentum, fabric=fabric)
+        next(part for part in mine.modules() if isinstance(part, Noted)).note = "set"
+        pipeline.step(data[0])
+        state, kept = pipeline.state_dict(), pipeline.checkpoint()
+        again = Pipeline(copy.deepcopy(model), mesh=mesh, loss=loss_of, optimizer=momentum, fabric=fabric)
+        again.load_state_dict(state)
+        again.resume(kept)
+        return state, again.state_dict()
+
+    wanted, _ = in_one_process(model, data[:1])
+    for states in on_threads(2, work):
+        for state in states:
+            (extra,) = (value for value in state.values() if isinstance(value, dict))
+            assert extra == {"note": "set"} and state.keys() == wanted.keys()
+
+
+def test_batches_may_be_mappings_of_any_class() -> None:
+    class Given(dict[str, Any]):
+        pass
+
+    model, data = Named(linears(4)), batches(2)
+    plain = [({"x": x, "mask": x.sign()}, y) for x, y in data]
+    wanted, _ = in_one_process(model, plain)
+    for kind in (UserDict, Given, MappingProxyType):
+        given = [(kind(inputs), y) for inputs, y in plain]
+        weights, _, _ = train(model, given, 2, momentum, mesh=(2, 1), num_microbatches=2)
+        assert_close(weights, wanted)
+
+
+def test_a_model_that_cannot_be_copied_is_told_with_the_attribute() -> None:
+    model = Called(linears())
+    model.parts[1].lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"parts.1.lock cannot be copied .*after the pipeline is made"):
+        attempt(model=model)
+
+
+def test_hooks_of_tensors_run_where_the_tensor_is_computed() -> None:
+    class Halved(Called):
+        def forward(self, x: Tensor) -> Tensor:
+            for part in self.parts:
+                x = part(x)
+                if x.requires_grad:
+                    x.register_hook(lambda grad: grad * 0.5)
+            return x
+
+    model, data = Halved(linears(4)), batches(2)
+    weights, _, _ = train(model, data, 2, momentum, mesh=(2, 1), num_microbatches=2)
+    assert_close(weights, in_one_process(model, data)[0])

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from commsched.pipeline.chain import Chain, ModuleForward
+from commsched.pipeline.chain import Chain, ModuleForward, split
 from commsched.pipeline.forward_mode import Absent, ForwardMode
 from tests.support.pipeline_runs import ROUNDING, assert_close, momentum, replayed, train
 from tests.support.stage_runs import in_stages
@@ -318,15 +318,14 @@ def test_every_cut_gives_the_whole_models_loss_and_gradients(name: str) -> None:
 def test_what_is_assigned_to_the_model_reaches_its_stages() -> None:
     """Attributes of the model and of layers, and hooks, also where a stage was made before."""
     model, x = Contexts(), tokens()
-    chain, seen = Chain(model), []
-    stages = [chain.stage(0, 3), chain.stage(3, 5)]
+    stages, seen = split(model, cuts=[0, 3]), []
     whole = copy.deepcopy(model)
     for other in (model, whole):
         other.tau = 0.5
         other.blocks[1].norm.eps = 0.1
         other.blocks[0].register_forward_hook(lambda module, inputs, output: seen.append(output))
         other.register_forward_hook(lambda module, inputs, output: output + 1.0)
-    state = chain.arguments(x)
+    state = (x,)
     for stage in stages:
         state = stage(*state)
     (mine,) = (output for output in seen if not isinstance(output, Absent))
