@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from comm_core import MessageChannel
 from commsched.collectives.compression import Compression
 from commsched.pipeline.build import checked_wire
-from commsched.pipeline.chain import Chain
+from commsched.pipeline.chain import Chain, ListStage
 from commsched.pipeline.factory import keep_freed_memory
 from commsched.pipeline.messages import Fabric, Lane, from_first, receive_object, send_object
 from commsched.pipeline.reduction import ReplicaBuckets, StageRanks
@@ -251,7 +251,8 @@ class _Load:
     def __init__(self, fabric: Fabric, elements: int) -> None:
         self.lane: Lane = fabric.lane("traffic")
         self.rank, self.size, self.elements = fabric.rank, fabric.size, elements
-        self.stage = Stage(0, nn.ParameterList([torch.zeros(elements)]), None, recompute=False)
+        module = ListStage({"load": nn.ParameterList([torch.zeros(elements)])}, last=True)
+        self.stage = Stage(0, module, None, recompute=False)
         self.grad, everyone = torch.zeros(elements), list(range(fabric.size))
         self.buckets = ReplicaBuckets(
             fabric.transport("traffic", everyone),
