@@ -229,9 +229,7 @@ class Session:
         A new plan is collective, and ranks come to it in different places: one without data in a step, the
         others in a forward. With several optimizers they would wait for each other in different ones. So a
         rank makes all plans that are due, in the order in which its optimizers were made: before a forward
-        up to the first whose gradients are under way, the rest in the next step, of whichever optimizer. As a
-        plan sends gradients, those of a backward that keeps them local too, an optimizer that has some on any
-        rank waits for its own step.
+        up to the first whose gradients are under way, the rest in the next step, of whichever optimizer.
         Optimizers that nobody holds any more must not count, whether the collector has found them or not.
         """
         self._note_others()
@@ -281,11 +279,11 @@ class Session:
             before.check_can_end()
         except ValueError as error:
             refusal = error
-        told = self.backend.ranks.all_values((before.has_gradients, for_itself, refusal and str(refusal)))
-        under_way = any(has_gradients for has_gradients, _, _ in told)
-        refused = {rank: why for rank, (_, _, why) in enumerate(told) if why and under_way}
-        if under_way and not all(itself for _, itself, _ in told):
-            return  # on all ranks alike; its own step makes the plan, or raises
+        told = self.backend.ranks.all_values((before.has_gradients, refusal and str(refusal)))
+        under_way = any(has_gradients for has_gradients, _ in told)
+        refused = {rank: why for rank, (_, why) in enumerate(told) if why and under_way}
+        if refused and not for_itself:
+            return  # on all ranks alike; its next use raises
         if refused:
             raise refusal or ValueError(
                 f"rank {self.backend.ranks.rank}: other parameters need another plan, for which"

@@ -51,7 +51,6 @@ TRAIN = ("train", {"loss": {}, "steps": 2, "clear": "optimizer", "first": False}
 SHARDS = {"gather": "parameters"}
 EARLY = SHARDS | {"early_step": True, "lateness": 0.0}
 FREEZE, ADD = ("freeze", {"place": 4, "what": "module", "on": True}), ("add_group", {})
-OTHER = ("other_model", {"kind": "parametrized", "steps": 1})
 USED_TWICE = ("backward", {"loss": {"twice": True, "checkpointed": "reentrant"}})
 
 ENDS_WITH: list[tuple[str, dict[str, Any], Steps]] = [
@@ -102,12 +101,6 @@ ENDS_WITH: list[tuple[str, dict[str, Any], Steps]] = [
         "not planned",
         {"frozen": 1},
         [BACKWARD, ("unfreeze", {}), BACKWARD, ("read_grads", {"how": "norm", "gathered": False})],
-    ),
-    # Another optimizer's step made the plan for the added ones, and showed their gradients unreduced.
-    (
-        "not planned",
-        {"passes": 2},
-        [BACKWARD, ADD, BACKWARD, BACKWARD, OTHER, ("read_grads", {"how": "clone", "gathered": False})],
     ),
     ("closed", {}, [("close_and_go_on", {}), ("use_closed", {})]),
 ]
@@ -331,8 +324,6 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
     ({"two": True}, [BACKWARD, USED_TWICE, ("wrap_again", {"gather": "gradients", "device": None})]),
     # Gradients that had been gathered were used up by a step in which a new plan was made.
     (SHARDS, [BACKWARD, ("synchronize", {}), ADD, STEP, BACKWARD]),
-    # Another optimizer's step made this one's plan, and so reduced gradients of a pass that keeps them local.
-    ({"passes": 2}, [BACKWARD, ADD, OTHER]),
 ]
 """Programs that failed once, drawn at random."""
 
