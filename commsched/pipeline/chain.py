@@ -18,7 +18,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from commsched.pipeline.factory import Make, Origin, WeightSource, named_tensors
 from commsched.pipeline.following import Followed, follow_model, writes_shared
-from commsched.pipeline.forward_mode import Absent, ForwardMode, Recording, Replay, StageEnded, intercepted
+from commsched.pipeline.forward_mode import (
+    Absent,
+    ForwardMode,
+    Recording,
+    Replay,
+    StageEnded,
+    intercepted,
+    uncompiled,
+)
 from commsched.pipeline.layers import (
     Arguments,
     Event,
@@ -397,9 +405,12 @@ class PartialForward:
     def _imagine(self, mode: ForwardMode, handle: Any, inputs: dict[str, Any]) -> list[int | None]:
         """The numbers of the outputs of a forward in which nothing computes."""
         device = mode.device
-        eager = torch.compiler.set_stance("force_eager")  # torch.compile cannot see values that are absent
         parts = [(name, part._buffers, dict(part._buffers)) for name, part in self.model.named_modules()]
-        with ONE_AT_A_TIME, eager, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with (
+            ONE_AT_A_TIME,
+            uncompiled(),
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        ):
             with set_back(self.model, (int, float)), intercepted(self._whole_layers, handle), mode:
                 output = self.arguments.call(self.model, inputs)
         for name, buffers, before in parts:

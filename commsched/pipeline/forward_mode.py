@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -403,6 +404,27 @@ class Recording:
         return dict(self.calls)
 
 
+_STANCE = threading.Lock()
+_within: list[Any] = []  # what sets torch's stance back, once for each ``uncompiled`` that some thread is in
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """With ``torch.compile`` off, which cannot see values that are absent.
+
+    torch has one stance for all threads. If each set back what it had found, one that began within another
+    one's ``with`` and left later would leave ``force_eager`` for good.
+    """
+    with _STANCE:
+        _within.append(_within[0] if _within else torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _STANCE:
+            if (stance := _within.pop()) and not _within:
+                stance.__exit__(None, None, None)
+
+
 class Replay:
     """Takes what a layer returns from the record of its calls, or from the layer alone."""
 
@@ -417,7 +439,7 @@ class Replay:
         if call is None or not call.alone or call.start != len(mode.found.maker):
             mode.found.inside += 1
             try:
-                with torch.compiler.set_stance("force_eager"):
+                with uncompiled():
                     return forward(*args, **kwargs)
             finally:
                 mode.found.inside -= 1

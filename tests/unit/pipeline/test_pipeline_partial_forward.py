@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from commsched.pipeline.chain import Chain, ModuleForward, split
-from commsched.pipeline.forward_mode import Absent, ForwardMode
+from commsched.pipeline.forward_mode import Absent, ForwardMode, uncompiled
 from tests.support.pipeline_runs import ROUNDING, assert_close, momentum, replayed, train
 from tests.support.stage_runs import in_stages
+from tests.support.thread_ranks import run_threads
 
 WIDTH = 6
 
@@ -552,3 +554,23 @@ def test_cuts_by_name() -> None:
         chain.cuts(["block.2"])
     with pytest.raises(ValueError, match="must start with 0, rise"):
         chain.cuts(["blocks.2", "blocks.1"])
+
+
+def test_torch_compile_is_on_again_after_threads_that_overlapped() -> None:
+    both, first_left = threading.Barrier(2), threading.Event()
+
+    def work(rank: int) -> None:
+        with uncompiled():
+            both.wait(30)
+            assert rank == 0 or first_left.wait(30)
+        first_left.set()
+
+    run_threads(2, work, 60.0)
+    seen: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
+    assert seen
