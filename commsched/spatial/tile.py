@@ -129,10 +129,11 @@ class Tile(torch.Tensor):
             args, kwargs = tree_map(lambda t: t.held if isinstance(t, Tile) else t, (args, kwargs))
             return func(*args, **kwargs)
         try:
-            _check(func, args, kwargs)
+            targets = list(tiles_in(writes_to(func, args, kwargs)))
+            _check(func, args, kwargs, targets)
             args, kwargs = _normalized(args, kwargs)
             result = _sharing_as_torch(func, args, kwargs, cls._on_parts(func, args, kwargs))
-            for target in tiles_in(writes_to(func, args, kwargs)):
+            for target in targets:
                 target.shown = None if target.shown is None else target.held._version
             return result
         except Unsupported as error:
@@ -259,10 +260,10 @@ def _normalized(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     return (args, kwargs) if args or "input" not in kwargs else ((kwargs.pop("input"),), kwargs)
 
 
-def _check(func: Any, args: tuple, kwargs: dict) -> None:
-    """Refuse what no handler can do."""
+def _check(func: Any, args: tuple, kwargs: dict, targets: Sequence[Tile]) -> None:
+    """Refuse what no handler can do. ``targets``: the tiles that ``func`` changes."""
     tiles = list(tiles_in((args, kwargs)))
-    for target in tiles_in(writes_to(func, args, kwargs)):
+    for target in targets:
         for view in target.copied:
             view.check_write(target, func)
     if getattr(func, "__name__", "") in RANDOM and tiles[0].mesh.size > 1:
@@ -441,11 +442,11 @@ def _sharing_as_torch(func: Any, args: tuple, kwargs: dict, result: Any) -> Any:
     if name in _RESHAPES:
         views = _is_viewable(first, parts[0].shape if name != "contiguous" else None, kwargs)
     owns = name in _COPIES or (name in _RESHAPES and not views)
-    if any(_is_shared(first, part) and (owns or _lost_margin(first, part)) for part in parts):
+    if any((owns or _lost_margin(first, part)) and _is_shared(first, part) for part in parts):
         # Shared memory means that nothing was sent: this rank may do it again alone.
         result = type(first)._on_parts(func, (first.clone(), *args[1:]), kwargs)
         parts = list(tiles_in(result))
-    for part in parts:
+    for part in parts if views or first.copied else ():
         shared = _is_shared(first, part)
         if shared or (views and part.held.numel()):
             copied = first.copied if shared else (*first.copied, CopiedView(name, first))
