@@ -24,8 +24,8 @@ from commsched.collectives.compression import Compression, block_code
 from commsched.collectives.job import ProcessSet, global_process_set
 from commsched.collectives.operations import Adasum, Average, Sum
 from commsched.optimizer.planner import Options
-from commsched.optimizer.session import open_optimizers
-from commsched.optimizer.sharded_step import HALVES
+from commsched.optimizer.session import Session, open_optimizers
+from commsched.optimizer.sharded_step import HALVES, ShardedStep
 from commsched.optimizer.wrapper import DistributedMethods, Unplanned
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
@@ -101,6 +101,7 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         row_sparse=checked_row_sparse(row_sparse, one_by_one),
     )
+    close_shards(optimizer)
     base = type(optimizer)
     cls = type(base.__name__, (DistributedMethods, base), {"_base": base})
     wrapped: Any = object.__new__(cls)
@@ -120,6 +121,21 @@ def DistributedOptimizer(
     wrapped._patch_step_function()
     _keep_together(wrapped)
     return wrapped
+
+
+def close_shards(optimizer: Optimizer) -> None:
+    """Close the earlier ``DistributedOptimizer`` of this optimizer, whose state is on the ranks' shards."""
+    session = optimizer.__dict__.get("_session")  # both share all attributes
+    if not isinstance(session, Session) or not session.is_open or not isinstance(session.mode, ShardedStep):
+        return
+    before = session.wrapped
+    if before is None:
+        raise ValueError(
+            "this optimizer was wrapped before with gather='parameters', and the ranks' parts of its state"
+            " are lost with that DistributedOptimizer; keep it, and call its close() on all ranks before the"
+            " optimizer is wrapped again"
+        )
+    before.close()
 
 
 # -- over the epochs of an elastic job -----------------------------------------------------------------------

@@ -49,6 +49,7 @@ class Gradient:
         "_home",
         "_shown",
         "alias",
+        "apart",
         "buckets",
         "clear",
         "exposed",
@@ -61,7 +62,6 @@ class Gradient:
         "payload",
         "pends",
         "seen",
-        "sparse",
         "sum",
         "touched",
         "twice",
@@ -87,7 +87,7 @@ class Gradient:
         self.filled = -1  # the last round into which a gradient was put
         self.seen = -1  # the last round in which one was left in p.grad until the end of the backward
         self.exposed = True  # the sum, and the update that waited for it, are complete
-        self.sparse: torch.Tensor | None = None  # reduced at step time, if its rank has put a sparse gradient
+        self.apart: torch.Tensor | None = None  # what is reduced when the flags are read, then the result
         self.late: torch.Tensor | None = None  # came after its bucket was sent, in the same backward
 
         # Between rounds.
@@ -149,6 +149,16 @@ class Gradient:
         if raw_grad(self.param) is None:
             with torch._C.DisableTorchFunctionSubclass():
                 set_raw_grad(self.param, torch.zeros_like(self.param, requires_grad=False))
+
+    def show_sum(self, factor: float, sums: bool) -> None:
+        """Let ``p.grad`` be the sum of a gradient without a slot."""
+        self.keep_unseen()
+        total = self.apart
+        if total is None or self.touched:
+            return
+        total = total if factor == 1.0 else total * factor
+        set_raw_grad(self.param, total)
+        self.sum = Sum.of(total) if sums else None
 
     def free(self) -> None:
         """Let the slot be written: whoever holds an earlier gradient keeps its values in memory apart."""

@@ -159,13 +159,6 @@ class _BeforeForward:
         hooks = self._hooks
         if hooks is None or (hooks.graphs_wait and torch.compiler.is_compiling()):
             return
-        if hooks.round.others:
-            after = hooks.after_others()
-            if after is not None:  # this hook has been replaced
-                for hook in list(module._forward_pre_hooks.values()):
-                    if isinstance(hook, _BeforeForward) and hook._hooks is after:
-                        hook(module, args)
-                return
         hooks.before_forward(self._number, self._params)
 
     def __reduce__(self) -> Any:
@@ -205,6 +198,17 @@ def _hide_from_scripting() -> None:
         setattr(recursive, name, without_ours(getattr(recursive, name)))
 
 
+def _hook_of(param: nn.Parameter, hook: Callable[..., None]) -> list[RemovableHandle]:
+    """Let a hook see a parameter's gradients, also one that may be trained later: torch refuses those."""
+    trained = param.requires_grad
+    if not trained and (param.is_inference() or not (param.is_floating_point() or param.is_complex())):
+        return []  # it never has a gradient
+    param.requires_grad_(True)
+    handle = param.register_post_accumulate_grad_hook(hook)
+    param.requires_grad_(trained)
+    return [handle]
+
+
 class Hooks:
     """All hooks of one optimizer, and the order of the forward that they have seen."""
 
@@ -214,15 +218,11 @@ class Hooks:
         modules: Sequence[Owner],
         graph_bytes: int | None = None,
         tied: TiedWeights | None = None,
-        outgrown: Callable[[], Callable[[], Hooks] | None] = lambda: None,
     ) -> None:
-        """``outgrown``: a weak reference to what makes a new plan for parameters that are trained now."""
         _hide_from_scripting()
         self.round = now
         self._tied = tied or TiedWeights(now, {}, {})
         self.graph_bytes = graph_bytes or 0
-        self._outgrown = outgrown
-        self._looked = -1  # the last round before which parameters outside of the plan were looked at
         self.compiled = False  # whether a graph was compiled that must find every parameter complete
         self.order: list[int] = []  # layers by first use in a forward
         self.order_changed = False
@@ -237,27 +237,10 @@ class Hooks:
             here = self._tied.layers_of(module)
             self.owners.append((module, tuple(here.get(i, i) for i in params)))
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-        for i, param in enumerate(now.params):
-            if param.requires_grad:
-                self._handles.append(param.register_post_accumulate_grad_hook(partial(now.on_grad, i)))
+        for gradient in now.gradients:
+            self._handles += _hook_of(gradient.param, partial(now.on_grad, gradient.number))
         self._graphs: dict[tuple[int, ...], int] = {}  # the numbers of pieces of compiled graphs, by layers
         self.graphs_wait = follow(self, now.params)
-
-    def after_others(self) -> Hooks | None:
-        """Let a plan be made before a forward if parameters have been unfrozen; return its hooks.
-
-        Later is too late: without hooks of ours their gradients would stay on this rank until the step.
-        """
-        now = self.round
-        if self._looked == now.number or not now.can_be_replaced or not torch.is_grad_enabled():
-            return None
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
-            return None
-        self._looked = now.number
-        if not any(param.requires_grad for param in now.others):
-            return None
-        make = self._outgrown()
-        return None if make is None else make()
 
     def before_tracing(self) -> None:
         """Complete all parameters, because dynamo is about to look at any of them."""

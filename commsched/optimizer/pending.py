@@ -275,13 +275,6 @@ def clear_raw_grad(parameter: torch.Tensor, set_to_none: bool) -> bool:
     return True
 
 
-def clear_as_accessed(parameter: torch.Tensor, set_to_none: bool) -> None:
-    """Clear one gradient, as its ``Access`` does it where the parameter is pending."""
-    access = _accesses.get(id(parameter))
-    if access is None or not access.cleared(set_to_none):
-        clear_raw_grad(parameter, set_to_none)
-
-
 def _is_cleared_by_its_module(parameter: nn.Parameter) -> bool:
     """Return whether ``Module.zero_grad`` reads the gradient, and need not wait for it."""
     reader, access = sys._getframe(2), _accesses.get(id(parameter))

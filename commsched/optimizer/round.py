@@ -40,11 +40,12 @@ queued callback at the end of the backward it was queued in, and drops it uncall
 ``_EndOfBackward`` tells both.
 
 [Note: gradients apart]
-Sparse gradients, and those that come late, are reduced outside of the buckets, by all ranks together, when
-the flags are read. Flags are otherwise read when a parameter is first needed, which is earlier on one rank
-than on another, depending on what has arrived: with two optimizers the ranks would wait for each other in
-different ones. So ``step()`` reads the flags where gradients may come apart: ``apart`` is set where a module
-makes sparse ones, and with the first that comes apart, on any rank.
+Sparse gradients, those that come late, and those of parameters outside of the plan (they were frozen when it
+was made) are reduced outside of the buckets, by all ranks together, when the flags are read. Flags are
+otherwise read when a parameter is first needed, which is earlier on one rank than on another, depending on
+what has arrived: with two optimizers the ranks would wait for each other in different ones. So ``step()``
+reads the flags where gradients may come apart: where a parameter outside of the plan is trained or has a
+gradient, where a module makes sparse ones, and from the first that comes apart, on any rank (``apart``).
 
 [Note: failing updates]
 An update that raises may do so in ``step()`` on one rank and at the next use of a parameter on another, or
@@ -89,7 +90,6 @@ from commsched.optimizer.gradient import (
 from commsched.optimizer.measuring import Watch, profiled
 from commsched.optimizer.pending import (
     Access,
-    can_pend,
     clear_pending,
     clear_raw_grad,
     mark_pending,
@@ -114,6 +114,9 @@ LARGEST = 1 << 31  # samples of all ranks in a round are fewer
 
 _KEPT_WAITS = 4096  # more than one step has
 _KEPT_ROUNDS = 60
+
+_counted_in: dict[int, Round] = {}
+"""By autograd's number of each backward of a weighted loss the round whose optimizer has weighted it."""
 
 _APPLY = BackwardCFunction.apply.__code__
 _engine: Any = torch.autograd.Variable._execution_engine
@@ -199,19 +202,23 @@ class Round:
         scaling: Scaling,
         residuals: Residuals,
         *,
+        outside: Sequence[nn.Parameter] = (),
         sums: bool = False,
         sparse_as_dense: bool = False,
     ) -> None:
+        """``outside``: the optimizer's parameters that no plan contains; ``names`` has theirs, too."""
         self.backend, self.mode, self.ranks = backend, mode, backend.ranks
         self.params = list(params)
-        self.gradients = [Gradient(i, p, name) for i, (p, name) in enumerate(zip(params, names, strict=True))]
+        every = zip([*params, *outside], names, strict=True)
+        self.gradients = [Gradient(i, p, name) for i, (p, name) in enumerate(every)]
+        self.planned, self.outside = self.gradients[: len(params)], self.gradients[len(params) :]
         self.scaling, self.residuals = scaling, residuals
         self.sums = sums  # op=Sum, not Average
         self.sparse_as_dense = sparse_as_dense  # sparse gradients travel in the dense buckets
         self.sparse_dims: dict[int, int] = {}  # with how many sparse dimensions they came
         self.lock = threading.RLock()
         self.state = State.IDLE
-        self.places = FlagPlaces.of(len(params), self.ranks.size)
+        self.places = FlagPlaces.of(len(self.gradients), self.ranks.size)
 
         # The backward that fills this round, or whose gradients stay local.
         self.running = 0  # ends of backwards that have not come: that backward, and those inside of it
@@ -262,11 +269,8 @@ class Round:
 
         self._accesses = [
             Access(partial(self.accessed, (i,)), partial(self.replaced, i), partial(self.cleared, i))
-            for i in range(len(params))
+            for i in range(len(self.gradients))
         ]
-        self.others: Sequence[nn.Parameter] = ()  # of the optimizer, outside of the plan
-        self._refused: list[nn.Parameter] = []  # those among them whose gradients cannot be read
-        self._sums_apart: dict[nn.Parameter, Sum] = {}  # their sums, to which later gradients add
         self.has_company: Callable[[], bool] = lambda: False  # whether this rank has other optimizers
         # A weak reference to what installs the plan that the next round begins with.
         self.take_up: Callable[[], Callable[[], None] | None] | None = None
@@ -284,14 +288,15 @@ class Round:
             self.residuals.install(buffers)
             layout = buffers.layout
             self.buffers, self._empty = buffers, layout.empty()
-            for gradient in self.gradients:
+            for gradient in self.planned:
                 gradient.place(buffers)
                 if gradient.view is not None:
                     i = gradient.number
                     gradient.payload = payload_of(i, gradient.view, buffers, gradient.param, self.residuals)
                 else:
                     gradient.payload = Payload()
-            self.travelling = [g for g in self.gradients if g.view is not None]
+            self.travelling = [g for g in self.planned if g.view is not None]
+            self.reduced = [*self.travelling, *self.outside]
             changed: dict[int, torch.Tensor] = {}
             for gradient in self.travelling:
                 if isinstance(gradient.payload, Tied):
@@ -325,7 +330,7 @@ class Round:
         """Be a round that is over, with nothing pending."""
         self._missing, self.pending = [], 0
         self._sent = self.done = [True] * self.flags_bucket
-        self.used = [0] * (len(self.params) + 1)
+        self.used = [0] * (len(self.gradients) + 1)
         for gradient in self.gradients:
             gradient.exposed = True
 
@@ -362,7 +367,7 @@ class Round:
                 self._put_second(gradient, grad)
                 return
             hooks: Any = param._post_accumulate_grad_hooks
-            if self._is_first or gradient.twice or len(hooks) > 1:
+            if self._is_first or gradient.twice or len(hooks) > 1 or gradient.view is None:
                 # Autograd adds to p.grad, and hooks of user code see and change it, until the backward ends.
                 gradient.twice = gradient.twice or gradient.seen == self.number
                 gradient.seen = self.number
@@ -407,6 +412,8 @@ class Round:
             self._leave_raised()
         if self.samples and not self._counted:
             self._check_counted(i)
+        if _counted_in and not self._counted:
+            self._check_weighted_here(backward, i)
         self._backward = backward
         self._is_early = not self.local_only and self._passes + 1 < self.backward_passes
         self._is_local = self.local_only or self._is_early
@@ -473,7 +480,7 @@ class Round:
         self.used, self.factor, self.repeated, self.abandoned, self.raised = [], 1.0, False, False, []
         self._uncleared = None
         for gradient in self.gradients:
-            gradient.clear = gradient.sparse = gradient.late = None
+            gradient.clear = gradient.apart = gradient.late = None
             gradient.touched = False
             gradient.payload.begin()
         slots = [(gradient, gradient.alias) for gradient in self.gradients if gradient.alias is not None]
@@ -483,7 +490,7 @@ class Round:
         every = 0 if self.joined else self.compare_every
         self.due = every > 0 and self.number % every == 1 % every
         if self.due:  # before an update inside of this backward; those of earlier steps are complete
-            digest = self.digest_of(self.number, self.gradients)
+            digest = self.digest_of(self.number, self.planned)
             self.flag[self.places.digests : self.places.size][self.ranks.own] = digest
         self.backend.begin_step()
         self.state = State.FILLING
@@ -495,13 +502,11 @@ class Round:
         buckets may be sent now.
         """
         gradient.filled = self.number
-        if gradient.view is None:
-            return False  # no elements: nothing to reduce
-        taken = grad
+        taken, view = grad, gradient.view
         if grad.requires_grad:
             grad = grad.detach()  # of a backward with create_graph
         i, early = gradient.number, not isinstance(gradient.payload, Tied)
-        if grad.is_sparse or grad.dtype != gradient.view.dtype or grad.shape != gradient.view.shape:
+        if view is None or grad.is_sparse or grad.dtype != view.dtype or grad.shape != view.shape:
             self._put_apart(gradient, grad)
         else:
             self.flag[i] = DENSE
@@ -516,19 +521,21 @@ class Round:
         return early
 
     def _put_apart(self, gradient: Gradient, grad: torch.Tensor) -> None:
-        """Let a sparse gradient, or one that does not fit into its slot, be reduced at step time."""
+        """Let a gradient be reduced when the flags are read: a sparse one, or one that fits into no slot."""
         before, i = gradient.sum, gradient.number
         if before is not None and grad is before.shown and self.ranks.rank != 0:
             self._check_sum(gradient, before, grad)
             base = gradient.view if before.base is None else before.base
             assert base is not None
             grad = grad - base.to(grad.dtype)  # only the difference: see _put_difference
-        self.flag[i] = SPARSE
-        if self.sparse_as_dense and grad.is_sparse and not gradient.misfits():
+        self.flag[i] = SPARSE if gradient.view is not None or grad.is_sparse else DENSE
+        if gradient.view is None:
+            gradient.apart = grad
+        elif self.sparse_as_dense and grad.is_sparse and not gradient.misfits():
             self.sparse_dims[i] = grad.sparse_dim()
             gradient.payload.put(grad.to_dense(), self.backend)
         else:
-            gradient.sparse, self.apart = grad, True
+            gradient.apart, self.apart = grad, True
             gradient.payload.put_zeros()
 
     def _put_difference(self, gradient: Gradient, before: Sum, grad: torch.Tensor) -> None:
@@ -557,18 +564,18 @@ class Round:
         if gradient.view is None:
             return
         i, payload = gradient.number, gradient.payload
-        if gradient.sparse is not None and (grad.is_sparse or gradient.misfits()):
-            gradient.sparse = gradient.sparse + grad  # reduced at step time
+        if gradient.apart is not None and (grad.is_sparse or gradient.misfits()):
+            gradient.apart = gradient.apart + grad  # reduced at step time
             return
         early = isinstance(payload, Tied) and payload.early
         sent = early or any(self._sent[bucket] for bucket in gradient.buckets)
         if not sent:
             self.backend.take_back(i, gradient.view)
-        if sent or gradient.sparse is not None or (grad.is_sparse and not self.sparse_as_dense):
+        if sent or gradient.apart is not None or (grad.is_sparse and not self.sparse_as_dense):
             gradient.late = grad if gradient.late is None else gradient.late + grad
             self.apart = True
             if self.flag[i] < LATE:
-                self.flag[i] += LATE + DENSE * (gradient.sparse is not None)
+                self.flag[i] += LATE + DENSE * (gradient.apart is not None)
         else:
             with torch.no_grad():
                 gradient.view.add_(grad)
@@ -615,7 +622,7 @@ class Round:
             if local or self.state is not State.FILLING or self.closed:
                 return
             self.state, self._uncleared = State.RAISED, None
-            for gradient in self.travelling:
+            for gradient in self.reduced:
                 there = raw_grad(gradient.param) is not None
                 gradient.unclear = there or gradient.filled == self.number
                 if gradient.unclear and gradient.pends:
@@ -626,7 +633,7 @@ class Round:
 
         The other ranks need this rank's part of the round, whatever is in it.
         """
-        unclear = [gradient for gradient in self.travelling if gradient.unclear and gradient.pends]
+        unclear = [gradient for gradient in self.reduced if gradient.unclear and gradient.pends]
         if unclear:
             raise ValueError(
                 f"rank {self.ranks.rank}: the last backward raised an exception, so {len(unclear)} gradients"
@@ -634,16 +641,18 @@ class Round:
                 " sent to the other ranks; clear them on all ranks, for example with optimizer.zero_grad()"
             )
         self._abandon()
+        self.mode.check_abandoned()
 
     def _abandon(self) -> None:
         """End a round whose sums nobody may use; IDLE."""
         self.abandoned = True
-        kept = [(gradient, raw_grad(gradient.param)) for gradient in self.travelling]
+        kept = [(gradient, raw_grad(gradient.param)) for gradient in self.reduced]
         for gradient, _ in kept:
-            gradient.unclear, gradient.sum, gradient.sparse, gradient.late = False, None, None, None
+            gradient.unclear, gradient.sum, gradient.apart, gradient.late = False, None, None, None
             if gradient.filled != self.number:
                 gradient.filled = self.number
-                gradient.payload.put_zeros()
+                if gradient.view is not None:
+                    gradient.payload.put_zeros()
             gradient.take(raw_grad(gradient.param))
         self.seal()
         self.mode.discard()
@@ -668,55 +677,34 @@ class Round:
                         gradient.payload.put_zeros()
                 gradient.payload.seal()
                 gradient.exposed = False
+            for gradient in self.outside:
+                grad = raw_grad(gradient.param)
+                if gradient.filled != self.number and (grad is not None or gradient.param.requires_grad):
+                    if grad is not None:
+                        self._put(gradient, grad)
+                    gradient.exposed = False
             unsent = [bucket for bucket, sent in enumerate(self._sent) if not sent]
             self._missing = [1] * self.flags_bucket
             self._send(unsent)
             self._send_flags()
             self.state, self.send_at_end, self._is_first = State.SENT, False, False
-            self.pending = len(self.travelling)
+            pending = [gradient for gradient in self.reduced if not gradient.exposed]
+            self.pending = len(pending)
             unguarded = []
-            for gradient in self.travelling:
+            for gradient in pending:
                 if not gradient.pends:
                     unguarded.append(gradient.number)
                 elif gradient.filled != self.number:
                     mark_pending(gradient.param, self._accesses[gradient.number], only_grad=True)
             if unguarded:
                 self.complete(unguarded)
-            self._refuse_others()
+            if self.mode.updates_early:
+                self.guard()  # nobody reads what each rank has updated in part
 
     def _check_sums(self) -> None:
-        for gradient in self.travelling:
+        for gradient in self.reduced:
             if gradient.sum is not None and raw_grad(gradient.param) is gradient.sum.shown:
                 self._check_sum(gradient, gradient.sum, gradient.sum.shown)
-
-    def _refuse_others(self) -> None:
-        """Let nobody take a gradient of this rank, of a parameter that no plan contains yet, for the mean.
-
-        Nor None, where this rank has none: another one may have.
-        """
-        for param in self.others:
-            if param.requires_grad and can_pend(param):
-                refuse = partial(self._refuse_other, param)
-                access = Access(refuse, partial(_set_grad, param), partial(_clear_grad, param))
-                mark_pending(param, access, only_grad=True)
-                self._refused.append(param)
-
-    def has_others(self) -> bool:
-        """Return whether this round's backward may have computed gradients that no plan contains yet.
-
-        Raises on the other ranks where the backward of one has raised: that one does not reduce them.
-        """
-        if self.state is not State.SENT or not any(param.requires_grad for param in self.others):
-            return False
-        self.wait_for_flags()
-        return True
-
-    def _refuse_other(self, param: nn.Parameter) -> None:
-        raise ValueError(
-            f"rank {self.ranks.rank}: the gradient of a parameter of shape {tuple(param.shape)} is read, and"
-            " nobody has reduced it, because the parameter was added or unfrozen after the last step; call"
-            " optimizer.synchronize() on all ranks first"
-        )
 
     def _send_flags(self) -> None:
         flag, places, own = self.flag, self.places, self.ranks.own
@@ -743,6 +731,7 @@ class Round:
             wanted = list(params)
             if self.state is State.SENT and not self.mode.readable:
                 self.wait_for_flags()
+                wanted = [i for i in wanted if not self.gradients[i].exposed]
                 if not any(self.used[i] for i in wanted):  # no rank has a gradient of these in this round
                     for i in wanted:
                         self.gradients[i].add_local()
@@ -787,6 +776,8 @@ class Round:
         """
         with self.lock, torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
             self.wait_for_flags()
+            if self.outside:
+                self._expose_outside([g for g in self.outside if not g.exposed])  # after an error
             done, slices, touched = self.done, self.buffers.layout.slices, dict[int, None]()
             for bucket in buckets:
                 if not done[bucket]:
@@ -870,26 +861,94 @@ class Round:
         self._check_raised()
         self._check_steps(by_rank, some_joined)
         self._weigh(flags[places.samples], flags[places.unweighted])
-        if any(flag >= SPARSE for flag in used):
+        count = len(self.planned)
+        if any(flag >= SPARSE for flag in used[:count]):
             self.apart = True
-            self._reduce_outside(any(flag >= LATE for flag in used), bool(_ranks_with(CROWDED, by_rank)))
+        elif not self.outside:
+            return
+        outside = []
+        if not self.raised:
+            outside = [gradient for gradient in self.outside if used[gradient.number]]
+            self._sum_outside(outside)
+            self._reduce_apart(any(flag >= LATE for flag in used), bool(_ranks_with(CROWDED, by_rank)))
+        self._expose_outside(outside, summed=True)
+        self._expose_outside([g for g in self.outside if not g.exposed])
 
-    def _reduce_outside(self, late: bool, crowded: bool) -> None:
+    def reduces_apart(self) -> bool:
+        """Return whether this round, whose flags have arrived, has gradients that no bucket carries.
+
+        To read its flags is then collective.
+        """
+        count, flags = len(self.planned), self.flag[: self.places.votes]
+        least = LATE if self.sparse_as_dense else SPARSE
+        return bool((flags[:count] >= least).any() or flags[count:].any())
+
+    def _reduce_apart(self, late: bool, crowded: bool) -> None:
         """Reduce what no bucket contained. The flags alone decide: all ranks do, or none.
 
         A rank does so where it first needs the gradients. Ranks that come to two optimizers in another order
         would wait for each other.
         """
         used = self.used = [flag % LATE for flag in self.used]
-        apart = [i for i, flag in enumerate(used[:-1]) if flag >= SPARSE]
+        apart = [i for i, flag in enumerate(used[: len(self.planned)]) if flag >= SPARSE]
         sparse = [i for i in apart if not self.sparse_as_dense or self.gradients[i].misfits()]
-        if self.raised:
-            return
         if late and crowded and not self._draining:
             if not self.abandoned:
                 self.refuse_second("another DistributedOptimizer is open", "close the other one")
         elif late or sparse:
-            self.mode.reduce_outside(late, sparse)
+            self.mode.reduce_apart(late, sparse)
+
+    def sum_apart(self, gradients: Sequence[Gradient]) -> None:
+        """Replace what these gradients have apart from the buckets by its mean (or sum). Collective.
+
+        As in buckets: dense ones of a type travel together, rounded to the type of the wire.
+        """
+        kinds: dict[Any, list[Gradient]] = {}
+        for gradient in gradients:
+            kinds.setdefault((gradient.param.dtype, gradient.param.device), []).append(gradient)
+        for (dtype, _), same in kinds.items():
+            wire = self.scaling.wire_type(dtype) or dtype
+            mine = [
+                torch.zeros_like(g.param, requires_grad=False) if g.apart is None else g.apart.to_dense()
+                for g in same
+            ]
+            total = torch.cat([grad.reshape(-1) for grad in mine]).mul_(self.scaling.before)
+            total = total.to(wire).to(dtype)
+            self.ranks.add_up(torch.view_as_real(total) if total.is_complex() else total, f"apart.{dtype}")
+            total.mul_(self.scaling.after)
+            for gradient, grad, part in zip(same, mine, total.split([g.numel() for g in mine]), strict=True):
+                gradient.apart = torch.empty_like(grad).copy_(part.view(grad.shape))
+
+    def _sum_outside(self, outside: Sequence[Gradient]) -> None:
+        """Reduce the gradients of parameters outside of the plan that some rank has. Collective."""
+        if not outside:
+            return
+        self.mode.tell_joined("reduce apart")
+        with torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
+            self.sum_apart([g for g in outside if self.used[g.number] % SPARSE])
+            for gradient in outside:
+                if self.used[gradient.number] % SPARSE == 0:  # no rank's gradient is dense
+                    gradient.apart = self.ranks.reduce_sparse(
+                        gradient.apart, gradient.param, gradient.name, mean=not self.sums
+                    )
+
+    def _expose_outside(self, complete: Sequence[Gradient], summed: bool = False) -> None:
+        """Let gradients of parameters outside of the plan be read; ``summed``: they have been reduced."""
+        with torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
+            for gradient in complete:
+                late = gradient.exposed and self.state is State.IDLE
+                self.pending -= not gradient.exposed
+                gradient.exposed = True
+                clear_pending(gradient.param)
+                if summed and not self.abandoned:
+                    if late and self.failed is None:
+                        self.failed = CommError(
+                            f"rank {self.ranks.rank}: other ranks have a gradient of {gradient.name}, which"
+                            " was frozen here, without a gradient, when step() was called; freeze parameters"
+                            " after step(), and set gradients on all ranks"
+                        )
+                    gradient.show_sum(self.factor, self.sums)
+                gradient.add_local()
 
     def refuse_second(self, why: str, way_out: str) -> NoReturn:
         """Refuse gradients that lack what came late: now, and when they are used before they are cleared."""
@@ -942,7 +1001,8 @@ class Round:
                 f" counted {samples} samples; call weighted() on all ranks or on none"
             )
         if samples:
-            self.mode.weigh(self.ranks.size / samples)
+            self.factor = self.ranks.size / samples
+            self.mode.weigh(self.factor)
 
     # -- what may stay on its way ----------------------------------------------------------------------------
 
@@ -966,6 +1026,11 @@ class Round:
         """Return the tied weights of which this rank has sent the head's part first, in this round."""
         return [g.number for g in self.gradients if isinstance(g.payload, Tied) and g.payload.early]
 
+    @property
+    def may_come_apart(self) -> bool:
+        """Whether ``step()`` must read the flags: see [Note: gradients apart]."""
+        return self.apart or any([not gradient.exposed for gradient in self.outside])
+
     def shared_memory(self) -> set[int]:
         """Return the parameters that share memory with each other, or with one that is frozen and has a
         gradient: their updates depend on their order.
@@ -974,7 +1039,7 @@ class Round:
 
     def frozen(self) -> list[nn.Parameter]:
         """Return the parameters outside of the plan that have a gradient: plain PyTorch updates them."""
-        return [param for param in self.others if raw_grad(param) is not None]
+        return [g.param for g in self.outside if raw_grad(g.param) is not None]
 
     def frozen_sharing(self) -> list[nn.Parameter]:
         """Return those of them that share memory."""
@@ -998,16 +1063,6 @@ class Round:
     def all_arrived(self) -> bool:
         """Return whether nothing needs to be waited for."""
         return self.state is State.SENT and len(self.arrived()) == self.done.count(False) > 0
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether gradients have come since the last step, and belong to the next one."""
-        return self.state in (State.SENT, State.RAISED) or self._dirty
-
-    @property
-    def can_be_replaced(self) -> bool:
-        """Whether a round of other parameters can take over now: nothing accumulates."""
-        return self.state is State.IDLE and not self._dirty and not self._passes
 
     def settle(self) -> None:
         """Apply every pending update. Does not affect a running backward."""
@@ -1045,7 +1100,7 @@ class Round:
         The other ranks may wait for its end before they come to the next use of this optimizer.
         """
         if self._uncleared is None:
-            left = [g for g in self.travelling if g.pends]
+            left = [g for g in self.reduced if g.pends]
             if self.state is State.RAISED:
                 left = [g for g in left if g.unclear]
             else:
@@ -1100,6 +1155,8 @@ class Round:
                     self.samples = 0  # user code has cleared the gradients of those that were counted
             self.samples += samples
             self._counted = True
+            _counted_in[_task()] = self
+            _engine.queue_callback(partial(_counted_in.pop, _task(), None))
             if self.samples * self.ranks.size >= LARGEST:
                 raise ValueError(
                     f"rank {self.ranks.rank} counts {self.samples} samples in one step, but those of"
@@ -1117,6 +1174,20 @@ class Round:
             )
         self.samples = 0  # user code has cleared the gradients of those that were counted
 
+    def _check_weighted_here(self, backward: int, i: int) -> None:
+        """Refuse a loss that another optimizer has weighted: this one would not divide by its samples."""
+        by = _counted_in.get(backward)
+        if by is None and inside_a_backward():
+            by = next(
+                (r for r in list(_counted_in.values()) if r.ranks.global_own == self.ranks.global_own), None
+            )
+        if by is not None and by is not self:
+            raise ValueError(
+                f"rank {self.ranks.rank}: a loss that another optimizer has weighted computes the gradient of"
+                f" {self.gradients[i].name}, which would not be divided by the samples; let each optimizer"
+                " weight a loss of its own parameters alone, or train all in one optimizer's groups"
+            )
+
     def _uncleared_gradient(self, apart_from: int = -1) -> str | None:
         """Return the name of a parameter with a gradient other than zero, to which a backward would add."""
         if any(not gradient.exposed and gradient.clear is None for gradient in self.gradients):
@@ -1132,10 +1203,10 @@ class Round:
         """Raise ``ValueError`` where user code must act before this rank can reduce its gradients."""
         with self.lock:
             self.leave_cleared()
-            if self.state is State.IDLE or self._dirty:
+            if self.state is State.IDLE:
                 self._check_sums()
                 self.mode.check_can_begin()
-            self.mode.check_can_end()
+            self.mode.check_fits()
 
     def require_sent(self) -> None:
         """Reduce what has not been reduced: without a backward, the gradients in ``p.grad``."""
@@ -1150,12 +1221,14 @@ class Round:
             if self.state is State.FILLING:
                 self._leave_filling()
             there: list[Gradient] = []  # gradients that plain PyTorch would show now
-            if self.state is State.RAISED:
-                there = [gradient for gradient in self.travelling if gradient.unclear]
+            raised = self.state is State.RAISED
+            if raised:
+                there = [gradient for gradient in self.reduced if gradient.unclear]
                 self._abandon()
             elif self.state is State.SENT:
+                self.mode.check_can_discard()
                 self.abandoned = True
-                waited_for = [] if self.mode.gathered else [g for g in self.travelling if not g.exposed]
+                waited_for = [] if self.mode.gathered else [g for g in self.reduced if not g.exposed]
                 self.mode.discard()
                 there = [g for g in waited_for if self.used[g.number] and not g.touched]
             self._passes, self.samples, self._dirty = 0, 0, False
@@ -1166,6 +1239,8 @@ class Round:
             self.mode.cleared(set_to_none)
             for gradient in there if not set_to_none else ():
                 gradient.show_zeros()
+            if raised:
+                self.mode.check_abandoned()
 
     def finish_step(self, stepped: bool = True) -> None:
         """End the step, also one that was left out: later gradients belong to the next one. IDLE."""
@@ -1183,13 +1258,12 @@ class Round:
         self.backward_passes, self.local_only = before.backward_passes, before.local_only
         self.samples, self.stepped, self.number = before.samples, before.stepped, before.number
         self.apart = self.apart or before.apart
-        self.failed, self._passes = before.failed, before._passes
-        sums = before._sums_apart | {g.param: g.sum for g in before.gradients if g.sum is not None}
+        self.failed, self._passes, self._dirty = before.failed, before._passes, before._dirty
+        sums = {g.param: g.sum for g in before.gradients if g.sum is not None}
         for gradient in self.gradients:
-            found = sums.pop(gradient.param, None)
+            found = sums.get(gradient.param)
             if found is not None and raw_grad(gradient.param) is found.shown:
                 gradient.sum = found
-        self._sums_apart = sums
         self.mode.inherit(before.mode)
 
     def leave_cleared(self) -> None:
@@ -1200,6 +1274,7 @@ class Round:
             if self.state is State.RAISED:
                 self._leave_raised()
             elif self.state is State.SENT and self._all_cleared():
+                self.mode.check_can_discard()
                 self.abandoned = True
                 self.mode.discard()
 
@@ -1217,7 +1292,7 @@ class Round:
             return all(
                 g.param.grad is None
                 and (self.mode.gathered or g.exposed or g.touched or not g.param.requires_grad)
-                for g in self.travelling
+                for g in self.reduced
             )
 
     def drain(self) -> None:
@@ -1256,14 +1331,12 @@ class Round:
         """Make the parameters ordinary again, and give the buckets back; pending results are lost."""
         with self.lock:
             self.closed, self.deferred, self.state = True, None, State.IDLE
-            for param in self._refused:
-                clear_pending(param)
             for gradient in self.gradients:
                 gradient.unclear = False
                 clear_pending(gradient.param)
                 release_class(gradient.param)
                 gradient.place(None)
-                gradient.local = gradient.sparse = gradient.late = None
+                gradient.local = gradient.apart = gradient.late = None
             if self._installed:
                 self._finish()  # the optimizer's state can be read without waiting for anybody
             self.mode.close()

@@ -8,15 +8,20 @@ when its plan has been found, so that all install it between the same two iterat
 step has become so much slower or faster that a new plan is due. Soon after the second plan one rank's vote is
 enough: if its compute is much shorter than it was while it was measured, the measurement was disturbed.
 
-Parameters that are frozen stay in the plan for some steps: most are unfrozen soon. Parameters that are added,
-unfrozen or converted to another type get a new plan at the next forward or step, over the same connections.
-Where that is too late, because a backward has begun, their gradients cannot be read before the step.
+Parameters that are frozen stay in the plan for some steps: most are unfrozen soon. Those that are unfrozen or
+converted are in a new plan from the end of the step on, over the same connections; until then their gradients
+are reduced apart from the buckets. Parameters that are added get a new plan at once, on all ranks.
+
+[Note: where new plans are made]
+A new plan is collective, so a rank may make one only where every rank comes: in ``add_param_group()`` and at
+the end of a step. Not in a forward, nor in the step of another optimizer: a rank may have no data, and meet
+the others elsewhere first. What decides on it must be known to every rank: what the script does with the
+parameters, and not which gradients have come.
 """
 
 from __future__ import annotations
 
 import atexit
-import gc
 import itertools
 import os
 import sys
@@ -35,7 +40,7 @@ from torch import nn
 
 from commsched.backends import backend_for
 from commsched.backends.interface import Backend, Scaling
-from commsched.backends.ranks import Ranks
+from commsched.backends.ranks import Ranks, ranks_text
 from commsched.collectives.job import local_rank
 from commsched.collectives.joins import register_joiner
 from commsched.env import settings
@@ -146,7 +151,6 @@ class Session:
         self._parts = _Parts(os.getpid(), self.backend)
         self._finalizer = weakref.finalize(self, _Parts.close, self._parts)
         self._frozen_steps = 0
-        self._outlived = False  # the plan, by parameters that have been frozen for long
         ranks = self.backend.ranks
         self._agreement = Agreement(self._optimizer, ranks)
         self._begin(params, options)
@@ -162,12 +166,13 @@ class Session:
     def _begin(self, params: Sequence[nn.Parameter], options: Options) -> None:
         """Make round, hooks and the first plan for these parameters. Collective."""
         optimizer, backend, ranks = self._optimizer, self.backend, self.backend.ranks
-        known = optimizer._names()
+        known, planned = optimizer._names(), {id(param) for param in params}
+        outside = [p for p in optimizer._every_param() if id(p) not in planned]
         names = [known[p] for p in params]
         sharded = options.gather == "parameters"
         self._owners = owners_of(optimizer._base, params, backend) if sharded else None
         model, modules = Model.of(params, names, options.wire_dtype), owners(params, optimizer._model)
-        rule = self._agreement.rule(params)
+        rule = f"{self._agreement.rule(params)}, {len(outside)} parameters frozen"
         self.planner = self._parts.planner = Planner(model, backend, options, self._owners, rule)
         self.planner.send_by_rows(params, modules)
         self._adapts = self.planner.adapts
@@ -184,11 +189,12 @@ class Session:
         )
         self.round = Round(
             params,
-            names,
+            [*names, *(known[p] for p in outside)],
             backend,
             mode,
             scaling,
             residuals,
+            outside=outside,
             sums=options.sums,
             sparse_as_dense=options.sparse_as_dense,
         )
@@ -202,10 +208,8 @@ class Session:
         self.times = StepTimes(self.round, backend)
         self.install(self.planner.first(self.order))
         tied = TiedWeights(self.round, self.planner.heads, self.planner.model.head_of)
-        outgrown = weakref.WeakMethod(self.outgrown)
-        self.hooks = self._parts.hooks = Hooks(self.round, modules, options.bucket_bytes, tied, outgrown)
-        self._planned = {id(param) for param in params}
-        self._note_others()
+        self.hooks = self._parts.hooks = Hooks(self.round, modules, options.bucket_bytes, tied)
+        self._planned, self._known = planned, planned.union(map(id, outside))
         self._made_for = _kinds(params)
         self.profile: Profile | None = None
         self._measuring: Measuring | None = None
@@ -222,76 +226,47 @@ class Session:
 
     # -- other parameters ------------------------------------------------------------------------------------
 
-    def refresh(self, in_step: bool = False) -> None:
-        """Make a new plan if parameters were added, unfrozen or converted, or frozen for some steps.
+    def refresh(self) -> None:
+        """Make a new plan before gradients are used, if user code has exchanged parameters in the groups."""
+        if isinstance(self.mode, ShardedStep):
+            self.mode.check_fits()
+        if self._known != set(map(id, self._optimizer._every_param())):
+            self.begin_anew()
 
-        [Note: the order of new plans]
-        A new plan is collective, and ranks come to it in different places: one without data in a step, the
-        others in a forward. With several optimizers they would wait for each other in different ones. So a
-        rank makes all plans that are due, in the order in which its optimizers were made: before a forward
-        up to the first whose gradients are under way, the rest in the next step, of whichever optimizer.
-        Optimizers that nobody holds any more must not count, whether the collector has found them or not.
+    def begin_anew(self, add: Callable[[], None] = lambda: None) -> None:
+        """Make a new plan at once, after ``add`` has given the optimizer parameters. Collective.
+
+        Gradients may be under way. What some rank has sent is summed first, and stays in ``p.grad``; what is
+        local stays so.
         """
-        self._note_others()
-        self._count_frozen(in_step)
-        if not any(session._is_due() for session in self._with_company()):
-            return
-        gc.collect()
-        for session in self._with_company():
-            in_backward = session is not self and session.round.state is State.FILLING  # it steps in a hook
-            if in_backward or not session._is_due():
-                continue
-            if not in_step and not session.round.can_be_replaced:
-                return
-            session._begin_anew(for_itself=session is self)
-
-    def _with_company(self) -> list[Session]:
-        """Return the sessions whose plans may be made together with this one's, in their order."""
-        return [one for one in _open_sessions(self.backend.ranks) if one is self or one._is_usable()]
-
-    def _is_usable(self) -> bool:
-        """Return whether every rank may still step this session's optimizer."""
-        backend = self.backend
-        return self._wrapped() is not None and not (backend.failure() or backend.ranks.joined)
-
-    def _count_frozen(self, in_step: bool) -> None:
-        """Count the steps with frozen parameters."""
-        trained = len(_trained(self._optimizer))
-        self._frozen_steps = self._frozen_steps + in_step if 0 < trained < len(self._planned) else 0
-
-    def _is_due(self) -> bool:
-        """Return whether the parameters need another plan."""
-        optimizer, planned = self._optimizer, self._planned
-        trained = _trained(optimizer)
-        if not planned.issuperset(map(id, trained)) or _kinds(self.round.params) != self._made_for:
-            return True
-        if not trained or len(trained) == len(planned):
-            return False
-        return self._outlived or not planned.issubset(map(id, optimizer._every_param()))
-
-    def _begin_anew(self, for_itself: bool) -> None:
-        """Make a new plan. Collective. ``for_itself``: this optimizer is used, and not another one."""
-        optimizer, before = self._optimizer, self.round
-        # A rank without data comes from its step(), the others from the forward or from theirs. Gradients of
-        # parameters that are frozen now must be reduced with the others: the new plan does not contain them.
+        before = self.round
         refusal = None
         try:
             before.check_can_end()
         except ValueError as error:
             refusal = error
-        told = self.backend.ranks.all_values((before.has_gradients, refusal and str(refusal)))
-        under_way = any(has_gradients for has_gradients, _ in told)
-        refused = {rank: why for rank, (_, why) in enumerate(told) if why and under_way}
-        if refused and not for_itself:
-            return  # on all ranks alike; its next use raises
+        if before.state is State.IDLE and not self._nobody_joined():
+            raise ValueError(
+                f"rank {self.backend.ranks.rank}: add parameters when all ranks have joined:"
+                f" {ranks_text(self.backend.ranks.joined)} did, and parameters need a plan of all ranks"
+            )
+        told = self.backend.ranks.all_values((before.state is not State.IDLE, refusal and str(refusal)))
+        sent = any(sent for sent, _ in told)
+        refused = {rank: why for rank, (_, why) in enumerate(told) if why and sent}
         if refused:
             raise refusal or ValueError(
                 f"rank {self.backend.ranks.rank}: other parameters need another plan, for which"
                 f" {few([f'rank {rank} cannot end its round: {why}' for rank, why in refused.items()])}"
             )
-        if under_way and not optimizer._skip:
-            before.require_sent()
-        self._frozen_steps, self._outlived = 0, False
+        add()
+        if sent and before.state is State.IDLE:
+            before.seal()
+        self._replace()
+
+    def _replace(self) -> None:
+        """Make a new plan in the place of this one. Collective."""
+        optimizer, before = self._optimizer, self.round
+        self._frozen_steps = 0
         self.mode.finish_all()
         self.planner.close()
         self.hooks.remove()
@@ -302,17 +277,13 @@ class Session:
         self.round.inherit(before)
         self._start()
 
-    def _note_others(self) -> None:
-        self.round.others = [p for p in self._optimizer._every_param() if id(p) not in self._planned]
-
-    def outgrown(self) -> Hooks:
-        """Make a new plan before a forward, for parameters that are trained now; return the new hooks."""
-        self.refresh()
-        return self.hooks
-
-    def frozen_with_gradient(self) -> bool:
-        """Return whether a parameter outside of the plan has a gradient: plain PyTorch would update it."""
-        return bool(self.round.frozen())
+    def _is_due(self) -> bool:
+        """Return whether the parameters need another plan, at the end of a step."""
+        trained = _trained(self._optimizer)
+        self._frozen_steps = self._frozen_steps + 1 if 0 < len(trained) < len(self._planned) else 0
+        if not self._planned.issuperset(map(id, trained)) or _kinds(self.round.params) != self._made_for:
+            return True
+        return self._frozen_steps >= STAY
 
     # -- plans -----------------------------------------------------------------------------------------------
 
@@ -330,7 +301,7 @@ class Session:
         A new plan needs everything that the last one sent. At the end of a step that is on its way, and the
         step would wait for it; when the next gradient comes, the forward has waited for it where it had to.
         """
-        if self.mode.prepares_together:
+        if self.mode.prepares_together or self.round.residuals.params:  # to install it is collective
             self.round.settle()
             self.install(plan)
         else:
@@ -358,7 +329,7 @@ class Session:
         with now.lock:
             now.wait_for_flags()
         if len(set(now.digests)) > 1 and not self.backend.ranks.joined:
-            self._agreement.compare(now.number, now.gradients, self.plan.program.early_step)
+            self._agreement.compare(now.number, now.planned, self.plan.program.early_step)
 
     def after_step(self) -> None:
         """Time the step that is about to return, and plan again where that is due."""
@@ -404,10 +375,8 @@ class Session:
             self._reports.step(self.plan)
         if self._timeline is not None:
             self._record(self._timeline)
-        if self._frozen_steps >= STAY and self._nobody_joined():
-            self._outlived = True
-            self.refresh()
-            self._outlived = False
+        if not self.round.joined and self._is_due() and self._nobody_joined():
+            self._replace()
         elif self._measuring is not None:
             return self._take_sample(self._measuring)
         elif self.searches:
@@ -568,6 +537,11 @@ class Session:
     def is_open(self) -> bool:
         return self._finalizer.alive
 
+    @property
+    def wrapped(self) -> Any:
+        """The optimizer that ``DistributedOptimizer`` returned; None if nobody holds it any more."""
+        return self._wrapped()
+
     def check_can_join(self) -> None:
         """Raise ``ValueError`` where the user must do something before ``join()``."""
         if self.is_open:
@@ -616,7 +590,7 @@ def _opened_so_far() -> list[Closable]:
 
 
 def _open_sessions(ranks: Ranks) -> list[Session]:
-    """Return the sessions of this rank that are open, in the order in which they were made."""
+    """Return the sessions of this rank that are open."""
     sessions = [one for one in _opened_so_far() if isinstance(one, Session) and one.is_open]
     return [one for one in sessions if one.backend.ranks.global_own == ranks.global_own]
 
@@ -624,7 +598,7 @@ def _open_sessions(ranks: Ranks) -> list[Session]:
 def open_optimizers() -> list[Any]:
     """Return the optimizers whose sessions are open, in the order in which those were made."""
     sessions = [one for one in _opened_so_far() if isinstance(one, Session) and one.is_open]
-    return [optimizer for one in sessions if (optimizer := one._wrapped()) is not None]
+    return [optimizer for one in sessions if (optimizer := one.wrapped) is not None]
 
 
 def _has_company(ranks: Ranks) -> bool:
@@ -781,7 +755,7 @@ class Joining:
                 return
             self._early = ranks.joined
             # Reading the flags may wait until the others read them, who may be busy with another optimizer.
-            if now.mode.reduces_outside() and ranks.next_order() is None:
+            if now.reduces_apart() and ranks.next_order() is None:
                 return
             now.wait_for_flags()
             self._in_step = len(ranks.joined) < ranks.size

@@ -38,6 +38,7 @@ from commsched.backends.interface import Backend
 from commsched.backends.ranks import Members
 from commsched.collectives.operations import broadcast_object
 from commsched.errors import CommError
+from commsched.optimizer.agreement import Settings, settings_of
 from commsched.optimizer.buckets import Buffers
 from commsched.optimizer.gradient import Gradient, OptimizerState
 from commsched.optimizer.pending import Access, clear_pending, mark_pending, raw_grad, set_raw_grad
@@ -90,6 +91,7 @@ class ShardedStep(StepMode):
         self._gone: dict[nn.Parameter, str] = {}  # whose gradients the last update has used up, with names
         self._buckets: list[int] = []  # in the order of their RS
         self._early: EarlyUpdates | None = None
+        self._settings: Settings = {}  # of the optimizer, when the round began
 
     # -- plans -----------------------------------------------------------------------------------------------
 
@@ -99,7 +101,7 @@ class ShardedStep(StepMode):
                 "early_step=True updates from a thread of its own, which has no place in a GPU's streams; use"
                 " early_step=False"
             )
-        for gradient in self.round.gradients:
+        for gradient in self.round.planned:
             if not gradient.pends:
                 raise ValueError(
                     f"gather='parameters' leaves parameters pending, and {gradient.name} is of a class of its"
@@ -118,7 +120,7 @@ class ShardedStep(StepMode):
         self.shards = Shards(
             self._optimizer,
             self._optimizer._base,
-            self.round.gradients,
+            self.round.planned,
             self._buffers,
             self.ranks,
             self._masters,
@@ -134,7 +136,7 @@ class ShardedStep(StepMode):
         if program.early_step:
             if self.shards.whole:
                 raise self._refusal("parameters that share memory, or are complex")
-            self._early = EarlyUpdates(self._update_early, self._buckets)
+            self._early, self.updates_early = EarlyUpdates(self._update_early, self._buckets), True
 
     def close(self) -> None:
         self._end_early()
@@ -149,15 +151,30 @@ class ShardedStep(StepMode):
     # -- a round ---------------------------------------------------------------------------------------------
 
     def check_can_begin(self) -> None:
-        if self.round.state is State.SENT and self._early is not None:
-            raise ValueError(
-                "with early_step=True every backward is a step; call optimizer.step() after each backward"
-            )
+        self.check_not_updated("there is no further backward")
         self.round.settle()  # the last update tells what is gone
         if self._gone:
             raise ValueError(
                 "with gather='parameters' step() leaves no gradients that a further backward could add to;"
                 " call optimizer.zero_grad() between step() and the next backward"
+            )
+
+    def check_can_discard(self) -> None:
+        self.check_not_updated("gradients cannot be cleared, which would not undo it")
+
+    def check_not_updated(self, therefore: str) -> None:
+        """Refuse what comes between a backward with ``early_step`` and its ``step()``."""
+        if self.round.state is State.SENT and self._early is not None:
+            raise ValueError(
+                f"with early_step=True every backward is a step, so before optimizer.step() {therefore}; call"
+                " step() after each backward"
+            )
+
+    def check_abandoned(self) -> None:
+        if self._early is not None:
+            raise ValueError(
+                "the backward that raised has updated parameters, with a part of its gradients, because of"
+                " early_step=True; load parameters and state on all ranks, or use early_step=False"
             )
 
     def before_round(self) -> None:
@@ -175,34 +192,30 @@ class ShardedStep(StepMode):
     def round_begun(self) -> None:
         self.shards.factor = None  # a discarded round may have left it
         if self._early is not None:
+            self._settings = settings_of(self._optimizer, self.round.planned)
             self._early.begin()
 
     def weigh(self, factor: float) -> None:
         self.shards.factor = torch.tensor(factor, dtype=torch.float64, device=self.shards.device)
 
-    def reduce_outside(self, late: bool, sparse: Sequence[int]) -> None:
+    def reduce_apart(self, late: bool, sparse: Sequence[int]) -> None:
         if self.round.abandoned:
             return  # the gradients have been cleared
         if late:
             self.round.refuse_second(
                 "with gather='parameters' no rank can add it to the sum", "gather='gradients'"
             )
+        self.check_fits()
         gradient = self.round.gradients[sparse[0]]
-        self._check_fits(gradient)
         raise ValueError(
             f"the gradient of {gradient.name} is sparse, and gather='parameters' reduces dense buckets; use"
             " sparse_as_dense=True or gather='gradients'"
         )
 
-    def check_can_end(self) -> None:
-        now = self.round
-        will_be_put = now.state is State.IDLE
-        for gradient in now.travelling:
-            if gradient.sparse is not None or (will_be_put and raw_grad(gradient.param) is not None):
-                self._check_fits(gradient)
-
-    def _check_fits(self, gradient: Gradient) -> None:
-        if gradient.misfits():
+    def check_fits(self) -> None:
+        for gradient in self.round.travelling:
+            if not gradient.misfits():
+                continue
             raise ValueError(
                 f"rank {self.ranks.rank}: {gradient.name} has another type or shape than when its shards"
                 f" were made (now {gradient.param.dtype}, {tuple(gradient.param.shape)}); with"
@@ -224,6 +237,7 @@ class ShardedStep(StepMode):
         return self.gathered
 
     def check_readable(self) -> None:
+        self.check_not_updated("nothing can be read")
         if not self.readable:
             raise CommError(
                 f"rank {self.ranks.rank}: with gather='parameters' no rank holds a whole gradient after"
@@ -347,6 +361,8 @@ class ShardedStep(StepMode):
         now.mark("step")
         if self._early is not None:
             now.timed("early updates", self._early.finish)
+            if settings_of(self._optimizer, now.planned) != self._settings:
+                raise self._refusal("settings that were changed after the backward began")
         else:
             self._gather_as_before()
         with now.lock:
@@ -394,7 +410,7 @@ class ShardedStep(StepMode):
 
     def _update_others(self, optimizer: Any) -> None:
         """Update frozen parameters that still have a gradient, because plain PyTorch does."""
-        if not optimizer._updates_frozen():
+        if not self.round.frozen():
             return
         known = {id(param) for param in (*self.round.params, *self.round.frozen_sharing())}
         others = [
@@ -424,7 +440,7 @@ class ShardedStep(StepMode):
         """``read``: user code may read parameters from here on."""
         now = self.round
         now.deferred = self.shards.factor = None
-        self._updated = stepped
+        self._updated = stepped or self._early is not None  # else each rank would have its own part only
         now.finish_step(stepped)
         self.gathered = False
         now.guard()
@@ -509,7 +525,7 @@ class ShardedStep(StepMode):
             self._take_changes()
             grads = shards.owned_gradients(now.used)
             # Of frozen parameters, which no shard contains: whole on every rank, so rank 0 counts them.
-            others = [grad for param in now.others if (grad := raw_grad(param)) is not None]
+            others = [grad for param in now.frozen() if (grad := raw_grad(param)) is not None]
             grads += others if self.ranks.rank == 0 else []
             total = total_norm(grads, norm_type, self.backend.gather_scalars, shards.device)
             if error_if_nonfinite and not torch.isfinite(total):
@@ -534,6 +550,7 @@ class ShardedStep(StepMode):
         self.shards.take_state(self._optimizer.__dict__["state"])
 
     def whole_state(self, state: OptimizerState) -> OptimizerState:
+        self.check_not_updated("there is no state_dict()")
         self.check_none_joined("state_dict()")
         self.round.leave_cleared()
         whole = {**state, **self._gathered_shards()}

@@ -25,7 +25,7 @@ from commsched.collectives.operations import broadcast_object
 from commsched.optimizer.buckets import Buffers
 from commsched.optimizer.gradient import Gradient, OptimizerState, Sum
 from commsched.optimizer.pending import ordinary, set_raw_grad
-from commsched.optimizer.round import LATE, SPARSE, Round, State, Update
+from commsched.optimizer.round import SPARSE, Round, State, Update
 from scheduler.ir.program import Program
 
 # -- optimizers that can be updated bucket by bucket ---------------------------------------------------------
@@ -152,6 +152,7 @@ class StepMode(ABC):
     steps_after_each_round = True
     prepares_together = False  # whether ``prepare()`` is collective
     gathered = False  # whether p.grad holds the sums although parameters are still to come
+    updates_early = False  # whether parameters change within the backward
 
     def __init__(self, backend: Backend) -> None:
         self.backend, self.ranks = backend, backend.ranks
@@ -166,8 +167,14 @@ class StepMode(ABC):
     def check_can_begin(self) -> None:
         """Raise ``ValueError`` where user code must do something before another round."""
 
-    def check_can_end(self) -> None:
-        """Raise ``ValueError`` where this rank has a gradient that this mode cannot reduce."""
+    def check_fits(self) -> None:
+        """Raise ``ValueError`` where the gradient of a converted parameter cannot be reduced."""
+
+    def check_can_discard(self) -> None:
+        """Raise ``ValueError`` where gradients have been used already, and cannot be cleared."""
+
+    def check_abandoned(self) -> None:
+        """Raise ``ValueError`` where a backward that raised has changed parameters."""
 
     @abstractmethod
     def before_round(self) -> None:
@@ -193,13 +200,12 @@ class StepMode(ABC):
     def show(self, gradient: Gradient) -> None:
         """Show the result of a completed parameter that some rank used."""
 
-    @abstractmethod
     def weigh(self, factor: float) -> None:
-        """Multiply this round's gradients by a factor before anybody reads them."""
+        """Multiply this round's gradients by a factor (``Round.factor``) before anybody reads them."""
 
     @abstractmethod
-    def reduce_outside(self, late: bool, sparse: Sequence[int]) -> None:
-        """Reduce gradients that no bucket contained: late and sparse ones."""
+    def reduce_apart(self, late: bool, sparse: Sequence[int]) -> None:
+        """Reduce gradients of the plan that no bucket contained: late and sparse ones."""
 
     @abstractmethod
     def gather_gradients(self) -> None:
@@ -212,13 +218,6 @@ class StepMode(ABC):
     @abstractmethod
     def finish_round(self) -> None:
         """Wait until no other rank needs this rank for the round."""
-
-    def reduces_outside(self) -> bool:
-        """Return whether this round, whose flags have arrived, has gradients that no bucket carries.
-
-        To read its flags is then collective.
-        """
-        return False
 
     @abstractmethod
     def end_round(self) -> None:
@@ -322,15 +321,12 @@ class WholeStep(StepMode):
     def cleared(self, set_to_none: bool) -> None:
         pass
 
-    def weigh(self, factor: float) -> None:
-        self.round.factor = factor
-
     def show(self, gradient: Gradient) -> None:
         view, now = gradient.view, self.round
         assert view is not None
         gradient.keep_unseen()
         only_sparse = now.used[gradient.number] % SPARSE == 0  # no rank's gradient was dense
-        sparse = gradient.sparse
+        sparse = gradient.apart
         if now.factor != 1.0:
             view.mul_(now.factor)
             sparse = None if sparse is None else sparse * now.factor
@@ -355,33 +351,19 @@ class WholeStep(StepMode):
             gradient.sum = added_to
             set_raw_grad(gradient.param, grad)
 
-    def reduce_outside(self, late: bool, sparse: Sequence[int]) -> None:
+    def reduce_apart(self, late: bool, sparse: Sequence[int]) -> None:
         now = self.round
-        self.tell_joined("reduce outside")
+        self.tell_joined("reduce apart")
         if late:
             self._reduce_again()
-        for i in sparse:
-            gradient = now.gradients[i]
+        gradients = [now.gradients[i] for i in sparse]
+        now.sum_apart([gradient for gradient in gradients if gradient.misfits()])
+        for gradient in gradients:
             assert gradient.view is not None
-            if gradient.misfits():
-                gradient.sparse = self._sum_of_misfit(gradient)
-                continue
-            gradient.sparse = self.ranks.reduce_sparse(
-                gradient.sparse, gradient.view, gradient.name, mean=not now.sums
-            )
-
-    def reduces_outside(self) -> bool:
-        now = self.round
-        flags = now.flag[: now.places.votes]
-        return bool((flags >= (LATE if now.sparse_as_dense else SPARSE)).any())
-
-    def _sum_of_misfit(self, gradient: Gradient) -> torch.Tensor:
-        mine = gradient.sparse
-        total = (
-            torch.zeros_like(gradient.param, requires_grad=False) if mine is None else mine.to_dense().clone()
-        )
-        self.ranks.add_up(total, f"converted.{gradient.name}")
-        return total if self.round.sums else total.div_(self.ranks.size)
+            if not gradient.misfits():
+                gradient.apart = self.ranks.reduce_sparse(
+                    gradient.apart, gradient.view, gradient.name, mean=not now.sums
+                )
 
     def _reduce_again(self) -> None:
         """Run a second round for gradients that came after their bucket was sent, in the same backward."""
@@ -409,13 +391,13 @@ class WholeStep(StepMode):
 
     def step(self, optimizer: Any, synchronous: bool) -> None:
         base, now = optimizer._base, self.round
-        if now.apart:
+        if now.may_come_apart:
             now.wait_for_flags()
         whole = (
             synchronous
             or not is_separable(base)
             or now.all_arrived()
-            or optimizer._updates_frozen()
+            or bool(now.frozen())
             or now.shared_memory()
         )
         if whole:
@@ -435,7 +417,7 @@ class WholeStep(StepMode):
             for gradient in now.gradients:
                 gradient.clear = None
             now.finish_step()
-            here = [gradient.number for gradient in now.gradients if gradient.exposed]
+            here = [gradient.number for gradient in now.planned if gradient.exposed]
             if here:
                 now.attempt(update, here)
             now.guard()
@@ -452,7 +434,8 @@ class WholeStep(StepMode):
 
     def share(self, optimizer: Any, root: int) -> None:
         process_set, mine = self.ranks.process_set, self.ranks.global_own == root
-        named = [(f"commsched.join.{i}", p) for i, p in enumerate(self.round.params)]
+        later = [g.param for g in self.round.outside if g.param.requires_grad]
+        named = [(f"commsched.join.{i}", p) for i, p in enumerate([*self.round.params, *later])]
         broadcast_parameters(named, root, process_set=process_set)
         # The wrapped class's own methods: each rank keeps its residuals.
         whole = optimizer._base.state_dict(optimizer) if mine else None
@@ -470,7 +453,7 @@ class WholeStep(StepMode):
     def leave_round(self) -> None:
         self.finish_round()
         self.backend.wait_gathered(self.round.flags_bucket)
-        if self.round.used or not self.reduces_outside():
+        if self.round.used or not self.round.reduces_apart():
             self.round.complete_all()
 
     def discard(self) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from commsched.collectives.operations import (
 )
 from commsched.errors import CommError
 from commsched.optimizer.gradient import is_zero
-from commsched.optimizer.pending import clear_as_accessed, ordinary
+from commsched.optimizer.pending import ordinary
 from commsched.optimizer.planner import Options
 from commsched.optimizer.session import Session
 from commsched.optimizer.sharded_step import ShardedStep, load_state_dict_of, state_dict_with
@@ -35,6 +36,19 @@ from commsched.optimizer.whole_step import is_separable, plain_step
 from scheduler.ir.profile import Profile
 
 Closure = Callable[[], Any]
+
+
+def refuse_part(*_: Any, **__: Any) -> NoReturn:
+    raise ValueError(
+        "with gather='parameters' each rank has a part of the optimizer's state, and optimizer.state does not"
+        " hold it; read it with state_dict() and change it with load_state_dict(), on all ranks"
+    )
+
+
+class PartOfState(dict[Any, Any]):
+    """``optimizer.state`` where it is spread over the ranks: what every rank has of it, to be read only."""
+
+    __missing__ = __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = refuse_part
 
 
 class _Forwarded:
@@ -114,7 +128,7 @@ class DistributedMethods(Optimizer):
             )
         self._synchronized = False
         if self._unplanned is not None and self._unplanned.op == Adasum:
-            return self._unplanned.adasum_step(self._named_trained(), partial(self._update, closure))
+            return self._unplanned.adasum_step(self._named(), partial(self._update, closure))
         if self._session is None and self._unplanned is None:
             self._divide_alone()
             return self._update(*(() if closure is None else (self._dividing(closure),)))
@@ -172,7 +186,7 @@ class DistributedMethods(Optimizer):
         return run
 
     def _refreshed(self) -> Session:
-        """Return the session, which has a plan for the parameters as they are now."""
+        """Return the session, whose round knows the parameters as they are now."""
         session = self._session
         assert session is not None
         if self._closed:
@@ -180,15 +194,11 @@ class DistributedMethods(Optimizer):
                 f"rank {session.backend.ranks.rank}: this optimizer is closed, so it reduces no gradients;"
                 " wrap the optimizer again, or call release() in the place of close() to go on alone"
             )
-        session.refresh(in_step=True)
+        session.refresh()
         return session
 
     def _every_param(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]
-
-    def _updates_frozen(self) -> bool:
-        """Return whether a parameter outside of the plan has a gradient: plain PyTorch would update it."""
-        return self._session is not None and self._session.frozen_with_gradient()
 
     def _update(self, *closure: Any) -> Any:
         # A closure runs the model, whose compiled graphs know their parameters by the class.
@@ -205,7 +215,7 @@ class DistributedMethods(Optimizer):
     def _synchronize(self) -> None:
         self._divide_alone()
         if self._unplanned is not None:
-            self._unplanned.reduce(self._named_trained())
+            self._unplanned.reduce(self._named())
         elif self._session is not None:
             with self._sent() as session:
                 session.mode.gather_gradients()
@@ -218,10 +228,10 @@ class DistributedMethods(Optimizer):
         yield session
         session.round.leave_empty()
 
-    def _named_trained(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the trained parameters: some may have been added, frozen or unfrozen since the wrapping."""
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        """Return all parameters: some may have been added, frozen or unfrozen since the wrapping."""
         names = self._names()
-        return [(names[p], p) for p in self._every_param() if p.requires_grad]
+        return [(names[p], p) for p in self._every_param()]
 
     def _names(self) -> dict[nn.Parameter, str]:
         """Return the parameters' names, with numbers for those that were added later."""
@@ -270,8 +280,6 @@ class DistributedMethods(Optimizer):
             self._base.zero_grad(self, set_to_none)
             return
         session.round.clear_grads(set_to_none)
-        for param in session.round.others:
-            clear_as_accessed(param, set_to_none)
 
     def weighted(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
         """Return a loss for ``backward()`` from the mean loss of this rank's samples.
@@ -338,11 +346,15 @@ class DistributedMethods(Optimizer):
 
     @property
     def state(self) -> Any:
+        """The optimizer's state; on shards a copy without their part, which cannot be changed."""
         self._settle()
-        return self.__dict__["state"]
+        own = self.__dict__["state"]
+        return own if self._shards is None or self._closed else PartOfState(own)
 
     @state.setter
     def state(self, value: Any) -> None:
+        if self._shards is not None and not self._closed:
+            refuse_part()
         self.__dict__["state"] = value
 
     @property
@@ -397,9 +409,11 @@ class DistributedMethods(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch. All ranks must add the same one."""
         self._settle()
-        self._base.add_param_group(self, param_group)
-        if self._session is not None and not self._closed:
-            self._session.refresh()
+        add = partial(self._base.add_param_group, self, param_group)
+        if self._session is None or self._closed:
+            add()
+        else:
+            self._session.begin_anew(add)
 
     def close(self, wait: bool = True) -> None:
         """Apply the last update (not with ``wait=False``, after an error); end connections and threads.
@@ -409,7 +423,7 @@ class DistributedMethods(Optimizer):
         """
         if self._session is not None and not self._closed:
             session = self._session
-            ends = self._reduce_others, lambda: session.round.drain(), lambda: session.mode.finish_all()
+            ends = session.round.drain, session.mode.finish_all
             # Not where the round has ended already, by an error: the other ranks do not come.
             for act in ends if wait and not session.round.closed else ():
                 with suppress(Exception):  # of ranks that are gone; what is here is kept
@@ -420,11 +434,6 @@ class DistributedMethods(Optimizer):
             self.__dict__.pop("step", None)
             if self._plain_step is not None:
                 self.__dict__["step"] = self._plain_step
-
-    def _reduce_others(self) -> None:
-        """Reduce gradients that no plan contains yet, before the end: later nobody does."""
-        if self._session is not None and self._session.round.has_others():
-            self._synchronize()
 
     # [Note: optimizers outlive jobs]
     # An optimizer is connected to one epoch of the job: connections, buckets, plans and shards are made for
@@ -488,7 +497,6 @@ class DistributedMethods(Optimizer):
         """
         if self._session is not None:
             if wait and not self._closed:
-                self._reduce_others()
                 self._session.mode.finish_all()
             self._session.close(wait)
             self._session, self._released, self._closed = None, True, False
@@ -526,6 +534,8 @@ class Unplanned:
     sparse_as_dense: bool
     process_set: ProcessSet
     groups: list[list[torch.Tensor]] | None
+    # The last result of each parameter, and its version: one that is frozen since is not reduced again.
+    _results: dict[torch.Tensor, tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=dict)
 
     def reduce(self, named: Named) -> None:
         """Combine these parameters' gradients over the ranks, except for Adasum, which combines updates."""
@@ -540,6 +550,14 @@ class Unplanned:
             finish += [self._start_sparse(name, p) for name, p in group if kinds[name] == "sparse"]
         for end in finish:
             end()
+
+    def _put(self, p: torch.Tensor, result: torch.Tensor) -> None:
+        p.grad = result
+        self._results[p] = weakref.ref(result), result._version
+
+    def _is_result(self, p: torch.Tensor, grad: torch.Tensor) -> bool:
+        result, version = self._results.get(p, (lambda: None, 0))
+        return result() is grad and grad._version == version
 
     def _in_groups(self, named: Named) -> list[Named]:
         """Return the parameters of each operation: the user's groups and single ones, or all together."""
@@ -559,7 +577,7 @@ class Unplanned:
         """Return which gradients exist on any rank; others must stay None, or momentum would move them."""
         counts = torch.zeros(2, len(named), dtype=torch.int32)
         for i, (_, p) in enumerate(named):
-            if p.grad is not None:
+            if p.grad is not None and (p.requires_grad or not self._is_result(p, p.grad)):
                 counts[int(p.grad.is_sparse and not self.sparse_as_dense), i] = 1
         name, process_set = "optimizer.gradients", self.process_set
         counts = allreduce(counts, op=Sum, name=name, process_set=process_set)
@@ -586,7 +604,7 @@ class Unplanned:
         def finish() -> None:
             for (_, p), result, (_, context) in zip(group, synchronize(handle), pairs, strict=True):
                 combined = self.compression.decompress(result, context)
-                p.grad = combined.to_sparse(1) if p.grad is not None and p.grad.is_sparse else combined
+                self._put(p, combined.to_sparse(1) if p.grad is not None and p.grad.is_sparse else combined)
 
         return finish
 
@@ -604,16 +622,20 @@ class Unplanned:
         )
 
         def finish() -> None:
-            p.grad = result()
+            self._put(p, result())
 
         return finish
 
     def adasum_step(self, named: Named, step: Callable[[], Any]) -> Any:
         """Step locally, then combine the updates: Adasum does not combine gradients."""
-        before = [p.detach().clone() for _, p in named]
+        before = {p: p.detach().clone() for _, p in named if p.requires_grad or p.grad is not None}
         loss = step()
+        kinds = self._agree_on_gradients(named)
         with torch.no_grad():
-            for (_, p), old in zip(named, before, strict=True):
+            for name, p in named:
+                if kinds[name] is None:
+                    continue
+                old = before.get(p, p)
                 small, context = self.compression.compress((p - old).contiguous())
                 handle = allreduce_async_(small, op=Adasum)
                 p.copy_(old + self.compression.decompress(synchronize(handle), context))

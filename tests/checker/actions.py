@@ -88,12 +88,13 @@ CLEARS = ("optimizer", "optimizer zero", "model", "model zero", "none", "zero_",
 
 
 def events_of_clear(args: Args) -> tuple[str, ...]:
-    return ("read",) if args["how"] in ("model zero", "zero_", "none where set") else ()
+    return ("read", "clear") if args["how"] in ("model zero", "zero_", "none where set") else ("clear",)
 
 
 def clear(w: World, how: str) -> None:
     """Clear all gradients in one of the usual ways."""
     params = w.trained()
+    w.events(("clear",))
     if how == "optimizer":
         w.zero_grad()
     elif how == "optimizer zero":
@@ -317,11 +318,7 @@ def set_passes(w: World, salt: int, passes: int) -> Any:
         "then": dice.choice(["step", "sync"]),
     },
     ("backward", "step"),
-    # On a CPU's stream a backward blocks until the others take part. They would wait for it, to plan anew.
-    legal=lambda w: (
-        all(b.passes == 1 and not (b.local or b.backwards or b.fresh) for b in w.books)
-        and not (on_a_stream(w) and any(b.outdated() for b in w.books))
-    ),
+    legal=lambda w: all(b.passes == 1 and not (b.local or b.backwards or b.fresh) for b in w.books),
     local=False,
 )
 def idle_rank(w: World, salt: int, loss: Args, rank: int, then: str) -> Any:
@@ -1026,14 +1023,16 @@ def unfreeze(w: World, salt: int) -> Any:
 
 
 @action(
-    0.6, legal=lambda w: not w.model.uses_late and w.options["optimizer"] != "lbfgs" and "graph" not in w.kept
+    0.6,
+    events=("state",),
+    legal=lambda w: not w.model.uses_late and w.options["optimizer"] != "lbfgs" and "graph" not in w.kept,
 )
 def add_group(w: World, salt: int) -> Any:
     w.optimizers[0].add_param_group({"params": list(w.model.late.parameters()), "lr": 0.01})
     w.model.uses_late = True
 
 
-@action(1.5, lambda dice, o: {"factor": dice.choice([0.5, 0.0, 1.5])})
+@action(1.5, lambda dice, o: {"factor": dice.choice([0.5, 0.0, 1.5])}, ("settings",))
 def set_rate(w: World, salt: int, factor: float) -> Any:
     for optimizer in w.optimizers:
         for group in optimizer.param_groups:

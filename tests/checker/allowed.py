@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 class Row:
     """One listed error.
 
-    ``events``: what the user does: "read" a gradient, read another one "inside" a backward, run a "backward",
-    or one "backward again" before a step, "step", "synchronize", take the optimizer's "state". ``when``: in
-    which state of the optimizer. ``says``: what the text contains, of the rule and of the way out. ``sure``:
-    whether that event is always refused in that state; programs avoid it then, with few exceptions.
+    ``events``: what the user does: "read" a gradient, read another one "inside" a backward, "clear" all, run
+    a "backward", or one "backward again" before a step, "step", "synchronize", take the optimizer's "state",
+    or the "values" of parameters, change "settings", or "step with other settings" than the backward began
+    with. ``when``: in which state of the optimizer. ``says``: what the text contains, of the rule and of the
+    way out. ``sure``: whether that event is always refused in that state; programs avoid it then, with few
+    exceptions.
     ``goes_on``: whether a script may catch the error where it reads gradients, and go on: nothing changed.
     """
 
@@ -84,6 +86,13 @@ ROWS = (
         ("early_step=True",),
     ),
     Row(
+        "early step",
+        ("clear", "read", "values", "state", "settings", "step with other settings"),
+        lambda book: book.early and (book.backwards > 0 or book.raised),
+        (ValueError,),
+        ("early_step=True",),
+    ),
+    Row(
         "sum changed",
         ("backward", "step", "synchronize"),
         lambda book: book.changed,
@@ -103,14 +112,6 @@ ROWS = (
         lambda book: True,
         (ValueError,),
         ("inside of the backward", "after the backward"),
-        sure=False,
-    ),
-    Row(
-        "not planned",
-        ("read",),
-        lambda book: book.unplanned(),
-        (ValueError,),
-        ("added or unfrozen", "synchronize()"),
         sure=False,
     ),
     Row(

@@ -27,9 +27,8 @@ class Book:
     ``local``: some were accumulated on this rank alone. ``fresh``: averaged since a step. ``backwards``:
     since the last step() or zero_grad(). ``uneven``: not every rank had a backward, so that all must call
     step() or synchronize(). ``vague``: which backward is the k-th depends on how gradients were cleared.
-    ``changed``: with op=Sum, the user has changed the sums. ``raised``: a backward has raised. ``unplanned``:
-    says whether a parameter was unfrozen or added since the last step, ``outdated`` also whether one was
-    converted. ``samples``: of weighted losses, since the last sum.
+    ``changed``: with op=Sum, the user has changed the sums. ``raised``: a backward has raised. ``samples``:
+    of weighted losses, since the last sum.
 
     With ``gather="parameters"``, ``ungathered``: they have been reduced, and no rank holds them whole;
     ``zeros_sent``: that is so although all are zeros; ``gathered``: synchronize() has gathered them;
@@ -59,8 +58,7 @@ class Book:
     closed: bool = False
     paused: bool = False
     raised: bool = False
-    unplanned: Callable[[], bool] = lambda: False
-    outdated: Callable[[], bool] = lambda: False
+    groups: list[dict[str, Any]] = field(default_factory=list)
     common: dict[nn.Parameter, torch.Tensor | None] = field(default_factory=dict)
 
 
@@ -80,16 +78,10 @@ class PlainMethods(Optimizer):
     def every_param(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def note_trained(self) -> None:
-        known = {id(p): p.dtype for p in self.every_param() if p.requires_grad}
-        self.book.unplanned = lambda: any(p.requires_grad and id(p) not in known for p in self.every_param())
-        self.book.outdated = lambda: any(
-            p.requires_grad and known.get(id(p)) != p.dtype for p in self.every_param()
-        )
-
     def before_backward(self) -> list[Any]:
         """Remember the sums that are not to be summed again; return marks of all gradients."""
         self._event("backward", self.book)
+        self.book.groups = [dict(group) for group in self.param_groups]
         if self.book.backwards:
             self._event("backward again", self.book)
         params = self.every_param()
@@ -155,6 +147,8 @@ class PlainMethods(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         book = self.book
+        if book.backwards and book.groups != [dict(group) for group in self.param_groups]:
+            self._event("step with other settings", book)
         if book.closed:
             self._event("step", book)
             return self._base.step(self, closure) if closure is not None else self._base.step(self)
@@ -181,7 +175,6 @@ class PlainMethods(Optimizer):
         book.was_late = book.late
         book.ungathered = book.zeros_sent = book.gathered = False
         book.vague = book.fresh = book.late = book.converted = False
-        self.note_trained()
         return result
 
     def synchronize(self) -> None:
@@ -189,7 +182,6 @@ class PlainMethods(Optimizer):
         self.average()
         self.book.ungathered = self.book.zeros_sent = False
         self.book.gathered = any(p.grad is not None for p in self.every_param())  # else the round is over
-        self.note_trained()
 
     def counts(self, samples: int) -> bool:
         """Count the samples of a loss, none of one that is not weighted; return False where it is refused."""
@@ -231,10 +223,13 @@ class PlainMethods(Optimizer):
             grads = [p.grad for p in self.every_param() if p.grad is not None]
             book.ungathered = bool(grads)
             book.zeros_sent = bool(grads) and not any(grad.any() for grad in grads)
-        self.note_trained()
         return nn.utils.clip_grad_norm_(self.every_param(), max_norm, norm_type)
 
     def close(self, wait: bool = True) -> None:
+        if self.book.early and self.book.backwards:
+            self.param_groups, now = self.book.groups, self.param_groups
+            self.step()  # which each backward is, with the settings that it began with
+            self.param_groups = now
         self.book.closed = True
 
     def look(self) -> None:
@@ -299,7 +294,6 @@ def plain_optimizer(
     early = sharded and options["early_step"]
     plain.book = Book(sharded, early, sums, options["passes"])
     plain._exchange, plain._event = exchange, event
-    plain.note_trained()
     plain._prescale = 1.0 / options["predivide"]
     plain._factor = 1.0 if sums else options["predivide"] / ranks
     plain._wire = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}[options["compression"]]

@@ -157,7 +157,10 @@ _ROUNDED = (
     " freeze unfreeze optimizer_state model_state copies_of keep_alias"
 ).split()
 # With early_step=True every backward is a step.
-_EARLY = "train read_params evaluate average_weights set_rate optimizer_state model_state copies_of".split()
+_EARLY = (
+    "train backward step clear_grads failing_backward freeze unfreeze read_params evaluate average_weights"
+    " set_rate optimizer_state model_state copies_of"
+).split()
 
 
 def _narrow(dice: random.Random, options: dict[str, Any]) -> list[str]:
@@ -245,6 +248,8 @@ def run_plain(world: PlainWorld, program: Program) -> list[Record]:
             records.append(Record("skipped"))
             continue
         try:
+            if name in READS_PARAMETERS:
+                world.events(("values",))
             value = action.act(world, salt, **args)
         except Hang:
             raise
@@ -267,6 +272,9 @@ CHANGES_PARAMETERS = frozenset(
 )
 
 
+READS_PARAMETERS = frozenset("read_params evaluate average_weights model_state copies_of".split())
+
+
 def _is_legal(action: Action, world: PlainWorld, defy: bool, args: dict[str, Any]) -> bool:
     books = world.books
     if any(book.uneven for book in books) and not action.settles:
@@ -276,6 +284,10 @@ def _is_legal(action: Action, world: PlainWorld, defy: bool, args: dict[str, Any
     if action.name not in ("close_at_end",) and not action.legal(world):
         return False
     events = action.events(args) if callable(action.events) else action.events
+    if "backward" in events and any(book.backwards for book in books):
+        events = (*events, "backward again")
+    if action.name in READS_PARAMETERS:
+        events = (*events, "values")
     if "backward" in events and world.hooks and any(book.vague for book in books):
         return False  # a hook would see sums that are averaged or not
     if defy:

@@ -23,8 +23,6 @@ from tests.support.reference_run import Twin, momentum
 
 @case()
 def frozen_later_unfrozen_and_frozen_again(me: Me) -> None:
-    """In the step that sees the change, gradients are reduced twice: exact but for a third of a sum."""
-
     def every(model: nn.Module) -> torch.optim.Optimizer:
         model.branch[1].requires_grad_(False)
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
@@ -36,7 +34,7 @@ def frozen_later_unfrozen_and_frozen_again(me: Me) -> None:
         if step == 7:
             twin.both(lambda m: m.stem.requires_grad_(False))
         twin.step(using(step, 0, 1, 2, 3))
-        twin.compare(f"step {step}", exact=me.size == 2)
+        twin.compare(f"step {step}")
     release(twin.optimizer)
 
 
@@ -348,7 +346,7 @@ def objects_that_imitate_the_optimizer(me: Me) -> None:
             held.zero_grad()
             twin.oracle.optimizer.zero_grad()
             assert twin.optimizer._session.round.pending == pending
-        assert held.state is twin.optimizer.state
+        assert held.state == twin.optimizer.state
         assert held.state_dict()["state"].keys() == twin.oracle.optimizer.state_dict()["state"].keys()
         twin.compare(exact=False)
         release(twin.optimizer)
