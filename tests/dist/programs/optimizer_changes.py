@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,17 +18,13 @@ import commsched as hvd
 from commsched.env import settings
 from tests.support.small_models import Branches, branches64, loss_of, mlp, mlp64, samples, using
 from tests.support.cases import Me, case, main
-from tests.support.oracle import Oracle, assert_close, assert_same_bits, batch, release, seeded, terms_of
+from tests.support.oracle import Oracle, assert_close, assert_same_bits, batch, fingerprint, release, seeded, terms_of
 from tests.support.reference_run import Twin, momentum
 
 
 @case()
 def frozen_later_unfrozen_and_frozen_again(me: Me) -> None:
-    def every(model: nn.Module) -> torch.optim.Optimizer:
-        model.branch[1].requires_grad_(False)
-        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
-
-    twin = Twin(me, branches64, every, planned=False)
+    twin = Twin(me, branches64, frozen_branch, planned=False)
     for step in range(12):
         if step in (3, 6, 9):
             twin.both(lambda m, step=step: m.branch[1].requires_grad_(step != 6))
@@ -381,6 +378,175 @@ def a_released_optimizer_steps_alone_with_the_whole_state(me: Me) -> None:
                 loss_of(step)(model, 0).backward()
                 optimizer.step()
         twin.compare(exact=False)
+
+
+# -- what one rank alone knows -------------------------------------------------------------------------------
+
+
+@case(ranks=(2, 3))
+def a_rank_without_data_may_do_something_else_first(me: Me) -> None:
+    """A forward once made the plan for unfrozen layers. A rank without one meets the others elsewhere."""
+    for gather in ("gradients", "parameters"):
+        twin = Twin(me, branches64, frozen_branch, gather=gather, planned=False, lag=0)
+        for step in range(6):
+            if step == 2:
+                twin.both(lambda model: model.branch[1].requires_grad_(True))
+            idle = me.size - 1 if step in (2, 3) else None
+            twin.backward(
+                lambda model, rank, step=step, idle=idle: (
+                    None if rank == idle else using(step)(model, rank)
+                )
+            )
+            assert float(hvd.allreduce(torch.ones(1), name=f"{gather} {step}")) == 1.0
+            twin.update()
+            twin.zero_grad()
+        twin.compare(gather, exact=gather == "gradients")
+        release(twin.optimizer)
+
+
+@case(ranks=(2,))
+def a_rank_that_synchronizes_counts_no_further_step(me: Me) -> None:
+    """Layers that are frozen for some steps leave the plan, after equally many on all ranks."""
+    twin = Twin(me, branches64, planned=False, lag=0)
+    for step in range(16):
+        if step == 2:
+            twin.both(lambda model: model.branch[1].requires_grad_(False))
+        twin.backward(using(step))
+        if me.rank == 1:
+            twin.optimizer.synchronize()
+            with twin.optimizer.skip_synchronize():
+                twin.update()
+        else:
+            twin.update()
+        twin.zero_grad()
+    assert len(twin.optimizer._session.round.outside) == 2, "the frozen layer is still in the plan"
+    twin.compare()
+    release(twin.optimizer)
+
+
+@case(ranks=(2,))
+def a_gradient_on_other_ranks_alone_is_told(me: Me) -> None:
+    """Rank 1 has no data, and nothing tells it of a layer that was trained between two of its steps."""
+    twin = Twin(me, branches64, frozen_branch, planned=False, lag=0)
+    model, optimizer = twin.model, twin.optimizer
+    for step in range(8):  # then steps return before the sums are there
+        twin.step(using(step))
+    with optimizer.no_sync():
+        for trained in (False, True, False):
+            model.branch[1].requires_grad_(trained)
+            if me.rank == 0:
+                using(0)(model, 0).backward()
+    if me.rank == 0:
+        me.store.wait(["rank 1 has stepped"])
+    told = "nothing"
+    try:
+        optimizer.step()
+        me.store.set(f"rank {me.rank} has stepped", "")
+        model.stem.weight.sum()
+    except hvd.CommError as error:
+        told = str(error)
+    assert (told == "nothing") == (me.rank == 0), told
+    assert me.rank == 0 or "freeze parameters after step()" in told, told
+    release(optimizer)
+
+
+def frozen_branch(model: nn.Module) -> torch.optim.Optimizer:
+    model.branch[1].requires_grad_(False)
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+# -- parameters outside of the plan --------------------------------------------------------------------------
+
+
+@case(ranks=(2,))
+def layers_are_unfrozen_and_added_between_weighted_passes(me: Me) -> None:
+    """Their gradients are divided by the samples like all others."""
+    for change in ("unfreeze", "add"):
+        for local in (True, False):
+            model, plain = seeded(branches64), seeded(branches64)
+            model.branch[1].requires_grad_(False), plain.branch[1].requires_grad_(False)
+            params = [p for p in model.parameters() if p.requires_grad or change == "unfreeze"]
+            optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.05))
+            counts = {rank: (rank + 1, 3 - rank) for rank in range(2)}
+            for number in range(2):
+                if number:
+                    model.branch[1].requires_grad_(True), plain.branch[1].requires_grad_(True)
+                    if change == "add":
+                        optimizer.add_param_group({"params": list(model.branch[1].parameters())})
+                with optimizer.no_sync() if local or number == 0 else nullcontext():
+                    loss = using(number)(model, me.rank)
+                    optimizer.weighted(loss, counts[me.rank][number]).backward()
+                every = sum(map(sum, counts.values()))
+                for rank in range(2):
+                    (using(number)(plain, rank) * counts[rank][number] / every).backward()
+            optimizer.step()
+            torch.optim.SGD(plain.parameters(), lr=0.05).step()
+            assert_close(model, plain, terms_of(plain, 1), f"{change}, {local}")
+            release(optimizer)
+
+
+@case(ranks=(2,))
+def a_loss_that_another_optimizer_has_weighted_is_refused(me: Me) -> None:
+    model = seeded(branches64)
+    head, rest = list(model.head.parameters()), [p for n, p in model.named_parameters() if "head" not in n]
+    a, b = (hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1)) for params in (head, rest))
+    with pytest.raises(ValueError, match="another optimizer has weighted"):
+        a.weighted(using(0)(model, me.rank), 3).backward()
+    for optimizer in (a, b):
+        optimizer.zero_grad()
+    a.weighted(model.head(torch.ones(1, 33).double()).sum(), 3).backward()  # trains no other's
+    using(1)(model, me.rank).backward(inputs=rest)
+    for optimizer in (a, b):
+        optimizer.step()
+        release(optimizer)
+
+
+@case(ranks=(2,))
+def layers_frozen_before_a_step_are_reduced_one_by_one_too(me: Me) -> None:
+    for op in (hvd.Average, hvd.Sum, hvd.Adasum):
+        model, plain = seeded(branches64), seeded(branches64)
+        optimizer: Any = hvd.DistributedOptimizer(
+            momentum(model), model.named_parameters(), op=op, transport="plain"
+        )
+        oracle = Oracle(plain, momentum(plain), me.size, sums=op == hvd.Sum)
+        for step in range(3):
+            using(step)(model, me.rank).backward()
+            oracle.backward(using(step))
+            for frozen in (True, False):
+                model.branch[1].requires_grad_(not frozen)
+                optimizer.step()  # the second one uses the same gradients again
+                oracle.optimizer.step()
+                if op == hvd.Sum:
+                    break
+            optimizer.zero_grad()
+            oracle.optimizer.zero_grad()
+            model.branch[1].requires_grad_(True)
+        if op != hvd.Adasum:
+            assert_close(model, plain, terms_of(plain, 6), str(op))
+        assert len(set(me.everybody(fingerprint(model)))) == 1, "the ranks differ"
+
+
+@case(ranks=(2,))
+def state_on_shards_is_changed_by_no_accident(me: Me) -> None:
+    """``state.clear()`` once did nothing, and a second wrapping lost the momentum."""
+    twin = Twin(me, branches64, gather="parameters")
+    for step in range(3):
+        twin.step(using(step))
+    state = twin.optimizer.state
+    for change in (state.clear, lambda: state.pop(twin.model.head.weight), lambda: state[twin.model.head.weight]):
+        with pytest.raises(ValueError, match="load_state_dict"):
+            change()
+    with pytest.raises(ValueError, match="load_state_dict"):
+        twin.optimizer.state = {}
+    twin.optimizer = hvd.DistributedOptimizer(
+        twin.inner, twin.model.named_parameters(), gather="parameters", schedule="dear"
+    )
+    for step in range(3, 6):
+        twin.step(using(step))
+    twin.compare(exact=False)
+    del twin.optimizer
+    with pytest.raises(ValueError, match="lost"):
+        hvd.DistributedOptimizer(twin.inner, twin.model.named_parameters())
 
 
 main(__name__)
