@@ -41,11 +41,13 @@ queued callback at the end of the backward it was queued in, and drops it uncall
 
 [Note: gradients apart]
 Sparse gradients, those that come late, and those of parameters outside of the plan (they were frozen when it
-was made) are reduced outside of the buckets, by all ranks together, when the flags are read. Flags are
-otherwise read when a parameter is first needed, which is earlier on one rank than on another, depending on
-what has arrived: with two optimizers the ranks would wait for each other in different ones. So ``step()``
-reads the flags where gradients may come apart: where a parameter outside of the plan is trained or has a
-gradient, where a module makes sparse ones, and from the first that comes apart, on any rank (``apart``).
+was made) are reduced outside of the buckets, by all ranks together, once the flags tell of them
+(``finish_apart``). Ranks come to that in different places. Before a step it is where one of these gradients
+is read, in ``step()``, or where the round ends. After it, it is where the flags are read, which is earlier on
+one rank than on another, depending on what has arrived: with two optimizers the ranks would wait for each
+other in different ones. So ``step()`` reads the flags where gradients may come apart: where a parameter
+outside of the plan is trained or has a gradient, where a module makes sparse ones, and from the first that
+comes apart, on any rank (``apart``).
 
 [Note: failing updates]
 An update that raises may do so in ``step()`` on one rank and at the next use of a parameter on another, or
@@ -63,11 +65,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -110,12 +113,14 @@ DENSE, SPARSE, LATE = 1, 1 << 20, 1 << 40
 # zeros until all have joined.
 STEPPED, RAISED, CROWDED, JOINED = 1, 1 << 15, 1 << 30, 1 << 45
 
+CLEARED = "gradients cannot be set or cleared, which would not undo it"
+
 LARGEST = 1 << 31  # samples of all ranks in a round are fewer
 
 _KEPT_WAITS = 4096  # more than one step has
 _KEPT_ROUNDS = 60
 
-_counted_in: dict[int, Round] = {}
+_counted_in: dict[int, weakref.ref[Round]] = {}
 """By autograd's number of each backward of a weighted loss the round whose optimizer has weighted it."""
 
 _APPLY = BackwardCFunction.apply.__code__
@@ -172,6 +177,21 @@ class _EndOfBackward:
         if not self._called:
             self._round.running -= 1
             self._round.backward_raised()
+
+
+class _EndOfWeighted:
+    """Queued in the backward of a weighted loss; autograd drops it at the end, however that comes."""
+
+    def __init__(self, of: Round) -> None:
+        self._task = _task()
+        _counted_in[self._task] = weakref.ref(of)
+        _engine.queue_callback(self)
+
+    def __call__(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        _counted_in.pop(self._task, None)
 
 
 def inside_a_backward() -> bool:
@@ -234,6 +254,7 @@ class Round:
         self.number = 0
         self._is_first = True  # in the first round gradients stay in p.grad, to see which come twice
         self.send_at_end = True
+        self._left: list[Gradient] = []  # in p.grad, until the backward ends
         self._missing: list[int] = []  # by bucket: gradients that have not come
         self._sent: list[bool] = []
         self.done: list[bool] = []  # by bucket: somebody has waited for it
@@ -245,6 +266,9 @@ class Round:
         self.repeated = False  # with gradients that came late
         self.abandoned = False  # nobody uses its sums
         self.raised: list[int] = []  # ranks whose backward has raised, once the flags have arrived
+        self.rest = False  # gradients that no bucket contained are still to be reduced, as the flags tell
+        self._late: list[int] = []  # parameters whose gradients came late, on any rank
+        self.summed_outside: set[int] = set()  # parameters outside of the plan that have had a sum
         self._uncleared: set[int] | None = None  # once user code has cleared some gradients one by one
 
         # From round to round.
@@ -338,7 +362,7 @@ class Round:
 
     def on_grad(self, i: int, param: nn.Parameter) -> None:
         """React to a gradient that autograd has accumulated into parameter ``i``."""
-        if self.watch is not None:
+        if self.watch is not None and i < len(self.params):
             self.watch.grad(i)
         with self.lock:
             backward = _task()
@@ -371,6 +395,7 @@ class Round:
                 # Autograd adds to p.grad, and hooks of user code see and change it, until the backward ends.
                 gradient.twice = gradient.twice or gradient.seen == self.number
                 gradient.seen = self.number
+                self._left.append(gradient)
                 return
             early = self._put(gradient, grad)
             if early and not self.send_at_end:
@@ -478,7 +503,8 @@ class Round:
         self._missing = [max(1, len(piece.params)) for piece in layout.slices]  # 1: see Layout.empty
         self._sent, self.done = [False] * self.flags_bucket, [False] * self.flags_bucket
         self.used, self.factor, self.repeated, self.abandoned, self.raised = [], 1.0, False, False, []
-        self._uncleared = None
+        self._uncleared, self.rest, self._late = None, False, []
+        self._left.clear()
         for gradient in self.gradients:
             gradient.clear = gradient.apart = gradient.late = None
             gradient.touched = False
@@ -600,6 +626,10 @@ class Round:
         """Send what has not been sent; SENT. The outer backward of an inner one continues."""
         with self.lock:
             if not outermost and (self.running or inside_a_backward()):
+                # Nothing may tell of the outer one's end: whoever reads a gradient then must notice it.
+                for gradient in self._left if not self.running else ():
+                    if gradient.pends:
+                        mark_pending(gradient.param, self._accesses[gradient.number], only_grad=True)
                 return
             self._backward, self._counted = -1, False
             if self._is_local:
@@ -623,8 +653,8 @@ class Round:
                 return
             self.state, self._uncleared = State.RAISED, None
             for gradient in self.reduced:
-                there = raw_grad(gradient.param) is not None
-                gradient.unclear = there or gradient.filled == self.number
+                there = gradient.param.requires_grad and raw_grad(gradient.param) is not None
+                gradient.unclear = there or self.number in (gradient.filled, gradient.seen)
                 if gradient.unclear and gradient.pends:
                     mark_pending(gradient.param, self._accesses[gradient.number], only_grad=True)
 
@@ -729,6 +759,8 @@ class Round:
             if self.state is State.RAISED:
                 self._leave_raised()
             wanted = list(params)
+            if self.state is State.SENT and any([i >= len(self.params) for i in wanted]):
+                self.finish_apart()
             if self.state is State.SENT and not self.mode.readable:
                 self.wait_for_flags()
                 wanted = [i for i in wanted if not self.gradients[i].exposed]
@@ -757,8 +789,10 @@ class Round:
 
     def complete_all(self) -> None:
         """Wait for all pending gradients and parameters, and for empty buckets, which the others need."""
-        if self.pending or not all([self.done[bucket] for bucket in self._empty]):
-            self.complete_buckets(range(self.flags_bucket))
+        if self.pending or self.rest or not all([self.done[bucket] for bucket in self._empty]):
+            with self.lock:
+                self.finish_apart()
+                self.complete_buckets(range(self.flags_bucket))
 
     def needed(self, params: Sequence[int]) -> None:
         """Complete these parameters, because a module's forward is about to use them."""
@@ -776,8 +810,10 @@ class Round:
         """
         with self.lock, torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
             self.wait_for_flags()
-            if self.outside:
+            if self.outside and not self.rest:
                 self._expose_outside([g for g in self.outside if not g.exposed])  # after an error
+            if self._late:
+                self.finish_apart()
             done, slices, touched = self.done, self.buffers.layout.slices, dict[int, None]()
             for bucket in buckets:
                 if not done[bucket]:
@@ -785,6 +821,8 @@ class Round:
                         self.timed(self.bucket_names[bucket], self.backend.wait_gathered, bucket)
                     done[bucket] = True
                     touched.update(dict.fromkeys(slices[bucket].params))
+            if self.rest and any([self.used[i] >= SPARSE for i in touched]):
+                self.finish_apart()
             gradients = self.gradients
             complete, used = [], []
             for i in touched:
@@ -861,42 +899,49 @@ class Round:
         self._check_raised()
         self._check_steps(by_rank, some_joined)
         self._weigh(flags[places.samples], flags[places.unweighted])
-        count = len(self.planned)
-        if any(flag >= SPARSE for flag in used[:count]):
+        if any(flag >= SPARSE for flag in used[: len(self.params)]):
             self.apart = True
+            self._late = [i for i, flag in enumerate(used[:-1]) if flag >= LATE]
+            self._crowded = bool(_ranks_with(CROWDED, by_rank))
+            self.used = [flag % LATE for flag in used]
         elif not self.outside:
             return
-        outside = []
-        if not self.raised:
-            outside = [gradient for gradient in self.outside if used[gradient.number]]
-            self._sum_outside(outside)
-            self._reduce_apart(any(flag >= LATE for flag in used), bool(_ranks_with(CROWDED, by_rank)))
-        self._expose_outside(outside, summed=True)
-        self._expose_outside([g for g in self.outside if not g.exposed])
+        self.rest = self.reduces_apart()
+        if not self.rest:
+            self._expose_outside([g for g in self.outside if not g.exposed])
+        elif self.state is not State.SENT:
+            self.finish_apart()
 
     def reduces_apart(self) -> bool:
-        """Return whether this round, whose flags have arrived, has gradients that no bucket carries.
-
-        To read its flags is then collective.
-        """
-        count, flags = len(self.planned), self.flag[: self.places.votes]
+        """Return whether this round, whose flags have arrived, has gradients that no bucket carries."""
+        count, places, flags = len(self.params), self.places, self.flag
+        if _ranks_with(RAISED, flags[places.steps : places.samples].tolist()):
+            return False
         least = LATE if self.sparse_as_dense else SPARSE
-        return bool((flags[:count] >= least).any() or flags[count:].any())
+        return bool((flags[:count] >= least).any() or flags[count : places.votes].any())
 
-    def _reduce_apart(self, late: bool, crowded: bool) -> None:
-        """Reduce what no bucket contained. The flags alone decide: all ranks do, or none.
-
-        A rank does so where it first needs the gradients. Ranks that come to two optimizers in another order
-        would wait for each other.
-        """
-        used = self.used = [flag % LATE for flag in self.used]
-        apart = [i for i, flag in enumerate(used[: len(self.planned)]) if flag >= SPARSE]
+    def finish_apart(self) -> None:
+        """Reduce what no bucket contained, as the flags tell. Collective: see [Note: gradients apart]."""
+        self.wait_for_flags()
+        if not self.rest:
+            return
+        apart = [i for i, flag in enumerate(self.used[: len(self.params)]) if flag >= SPARSE]
         sparse = [i for i in apart if not self.sparse_as_dense or self.gradients[i].misfits()]
-        if late and crowded and not self._draining:
-            if not self.abandoned:
-                self.refuse_second("another DistributedOptimizer is open", "close the other one")
-        elif late or sparse:
-            self.mode.reduce_apart(late, sparse)
+        self.mode.tell_joined("reduce apart")
+        refusal = self.mode.refusal_of(sparse) if sparse else None
+        if self._late:
+            refusal = self._refusal_of_second() or refusal
+        if refusal is not None and not self.abandoned:
+            raise refusal
+        outside = []
+        if refusal is None:  # else no rank comes
+            outside = [gradient for gradient in self.outside if self.used[gradient.number]]
+            self._sum_outside(outside)
+            if self._late or sparse:
+                self.mode.reduce_apart(bool(self._late), sparse)
+        self.rest = False
+        self._expose_outside(outside, summed=True)
+        self._expose_outside([g for g in self.outside if not g.exposed])
 
     def sum_apart(self, gradients: Sequence[Gradient]) -> None:
         """Replace what these gradients have apart from the buckets by its mean (or sum). Collective.
@@ -916,14 +961,14 @@ class Round:
             total = total.to(wire).to(dtype)
             self.ranks.add_up(torch.view_as_real(total) if total.is_complex() else total, f"apart.{dtype}")
             total.mul_(self.scaling.after)
+            if self.mode.gathers_sums:
+                total = total.to(wire).to(dtype)
             for gradient, grad, part in zip(same, mine, total.split([g.numel() for g in mine]), strict=True):
                 gradient.apart = torch.empty_like(grad).copy_(part.view(grad.shape))
 
     def _sum_outside(self, outside: Sequence[Gradient]) -> None:
         """Reduce the gradients of parameters outside of the plan that some rank has. Collective."""
-        if not outside:
-            return
-        self.mode.tell_joined("reduce apart")
+        self.summed_outside.update(gradient.number for gradient in outside)
         with torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
             self.sum_apart([g for g in outside if self.used[g.number] % SPARSE])
             for gradient in outside:
@@ -950,10 +995,12 @@ class Round:
                     gradient.show_sum(self.factor, self.sums)
                 gradient.add_local()
 
-    def refuse_second(self, why: str, way_out: str) -> NoReturn:
-        """Refuse gradients that lack what came late: now, and when they are used before they are cleared."""
-        self.used = []
-        raise CommError(
+    def _refusal_of_second(self) -> CommError | None:
+        """Return why gradients cannot get what came late, if so: an error, until they are cleared."""
+        why, way_out = self.mode.no_second, "gather='gradients'"
+        if not why and self._crowded and not self._draining:
+            why, way_out = "another DistributedOptimizer is open", "close the other one"
+        return why and CommError(
             f"rank {self.ranks.rank}: a parameter received a second gradient in one backward after its bucket"
             f" had been sent (reentrant checkpointing of a module that is used twice?), and {why}; use"
             f" use_reentrant=False, or {way_out}"
@@ -1029,7 +1076,7 @@ class Round:
     @property
     def may_come_apart(self) -> bool:
         """Whether ``step()`` must read the flags: see [Note: gradients apart]."""
-        return self.apart or any([not gradient.exposed for gradient in self.outside])
+        return self.apart or self.rest or any([not gradient.exposed for gradient in self.outside])
 
     def shared_memory(self) -> set[int]:
         """Return the parameters that share memory with each other, or with one that is frozen and has a
@@ -1085,6 +1132,8 @@ class Round:
                     return False
                 gradient.clear = True  # once the update has used it
                 return True
+            if self.state is State.SENT and gradient.view is not None:
+                self.mode.check_not_updated(CLEARED)
             set_raw_grad(gradient.param, grad)  # raises where the gradient does not fit, as torch does
             clear_pending(gradient.param)
             in_place_of_sum = self.sums and self.state is State.SENT and grad is not None
@@ -1155,8 +1204,7 @@ class Round:
                     self.samples = 0  # user code has cleared the gradients of those that were counted
             self.samples += samples
             self._counted = True
-            _counted_in[_task()] = self
-            _engine.queue_callback(partial(_counted_in.pop, _task(), None))
+            _EndOfWeighted(self)
             if self.samples * self.ranks.size >= LARGEST:
                 raise ValueError(
                     f"rank {self.ranks.rank} counts {self.samples} samples in one step, but those of"
@@ -1176,12 +1224,12 @@ class Round:
 
     def _check_weighted_here(self, backward: int, i: int) -> None:
         """Refuse a loss that another optimizer has weighted: this one would not divide by its samples."""
-        by = _counted_in.get(backward)
-        if by is None and inside_a_backward():
-            by = next(
-                (r for r in list(_counted_in.values()) if r.ranks.global_own == self.ranks.global_own), None
-            )
-        if by is not None and by is not self:
+        inner, own = inside_a_backward(), self.ranks.global_own
+        by = [(task, of()) for task, of in list(_counted_in.items())]
+        if any(
+            of is not None and of is not self and (task == backward or (inner and of.ranks.global_own == own))
+            for task, of in by
+        ):
             raise ValueError(
                 f"rank {self.ranks.rank}: a loss that another optimizer has weighted computes the gradient of"
                 f" {self.gradients[i].name}, which would not be divided by the samples; let each optimizer"
@@ -1206,6 +1254,7 @@ class Round:
             if self.state is State.IDLE:
                 self._check_sums()
                 self.mode.check_can_begin()
+            self.mode.check_not_updated("there are no other parameters")
             self.mode.check_fits()
 
     def require_sent(self) -> None:
@@ -1226,7 +1275,7 @@ class Round:
                 there = [gradient for gradient in self.reduced if gradient.unclear]
                 self._abandon()
             elif self.state is State.SENT:
-                self.mode.check_can_discard()
+                self.mode.check_not_updated(CLEARED)
                 self.abandoned = True
                 waited_for = [] if self.mode.gathered else [g for g in self.reduced if not g.exposed]
                 self.mode.discard()
@@ -1256,7 +1305,8 @@ class Round:
     def inherit(self, before: Round) -> None:
         """Continue from the finished round of other parameters."""
         self.backward_passes, self.local_only = before.backward_passes, before.local_only
-        self.samples, self.stepped, self.number = before.samples, before.stepped, before.number
+        self.samples, self.stepped = before.samples, before.stepped
+        self.number = before.number - before.due  # a comparison that is due comes with the next round
         self.apart = self.apart or before.apart
         self.failed, self._passes, self._dirty = before.failed, before._passes, before._dirty
         sums = {g.param: g.sum for g in before.gradients if g.sum is not None}
@@ -1266,6 +1316,13 @@ class Round:
                 gradient.sum = found
         self.mode.inherit(before.mode)
 
+    def weigh_new(self, known: Container[int], factor: float) -> None:
+        """Divide what a weighted backward has left in parameters whose ids its round did not know."""
+        for gradient in self.gradients:
+            grad = raw_grad(gradient.param)
+            if grad is not None and factor != 1.0 and id(gradient.param) not in known:
+                set_raw_grad(gradient.param, grad * factor)
+
     def leave_cleared(self) -> None:
         """End a round whose gradients user code has cleared one by one, or whose backward has raised."""
         with self.lock:
@@ -1274,7 +1331,7 @@ class Round:
             if self.state is State.RAISED:
                 self._leave_raised()
             elif self.state is State.SENT and self._all_cleared():
-                self.mode.check_can_discard()
+                self.mode.check_not_updated(CLEARED)
                 self.abandoned = True
                 self.mode.discard()
 
@@ -1287,13 +1344,21 @@ class Round:
                     self.mode.discard()
 
     def _all_cleared(self) -> bool:
-        """Return whether user code has cleared every gradient that it trains, since the round was sent."""
+        """Return whether user code has cleared every gradient that it trains, since the round was sent.
+
+        One that is frozen now, and was used by some rank, stays.
+        """
         with torch._C.DisableTorchFunctionSubclass():
-            return all(
-                g.param.grad is None
-                and (self.mode.gathered or g.exposed or g.touched or not g.param.requires_grad)
-                for g in self.reduced
-            )
+            left = []
+            for gradient in self.reduced:
+                waits = not (self.mode.gathered or gradient.exposed or gradient.touched)
+                if gradient.param.grad is not None or (waits and gradient.param.requires_grad):
+                    return False
+                if waits:
+                    left.append(gradient.number)
+        if left:
+            self.wait_for_flags()
+        return not any(self.used[i] for i in left)
 
     def drain(self) -> None:
         """Apply pending updates and show the last sums, before the end. Collective."""

@@ -71,7 +71,7 @@ SAMPLES = 3
 REPEATS = 2  # how often disturbed measurements are made again
 ALONE = 0.3  # compute so much slower alone than beside traffic was disturbed; less is left to the second plan
 SAME = 0.02  # compute beside traffic counts as equally fast up to this relative difference
-STAY = 10  # steps that a frozen parameter stays in the plan
+STAY = 10  # steps that a frozen parameter stays in the plan; doubled whenever one comes back
 _LOOK = 0.002  # seconds between two looks at what else has happened while the other ranks are awaited
 _GRACE = 5.0  # seconds that the store has to name those that have not come
 
@@ -150,7 +150,8 @@ class Session:
         self.backend = backend_for(params, options.transport, options.process_set, tables)
         self._parts = _Parts(os.getpid(), self.backend)
         self._finalizer = weakref.finalize(self, _Parts.close, self._parts)
-        self._frozen_steps = 0
+        self._frozen: dict[int, int] = {}  # steps that parameters of the plan have been frozen, by their ids
+        self._stay, self._gone = STAY, set[int]()  # which have left the plan, frozen
         ranks = self.backend.ranks
         self._agreement = Agreement(self._optimizer, ranks)
         self._begin(params, options)
@@ -168,11 +169,13 @@ class Session:
         optimizer, backend, ranks = self._optimizer, self.backend, self.backend.ranks
         known, planned = optimizer._names(), {id(param) for param in params}
         outside = [p for p in optimizer._every_param() if id(p) not in planned]
-        names = [known[p] for p in params]
+        names = [known[p] for p in (*params, *outside)]
         sharded = options.gather == "parameters"
         self._owners = owners_of(optimizer._base, params, backend) if sharded else None
-        model, modules = Model.of(params, names, options.wire_dtype), owners(params, optimizer._model)
-        rule = f"{self._agreement.rule(params)}, {len(outside)} parameters frozen"
+        model = Model.of(params, names[: len(params)], options.wire_dtype)
+        modules = owners(params, optimizer._model)
+        frozen = Model.of(outside, names[len(params) :]).fingerprint
+        rule = f"{self._agreement.rule(params)}, frozen: {frozen}"
         self.planner = self._parts.planner = Planner(model, backend, options, self._owners, rule)
         self.planner.send_by_rows(params, modules)
         self._adapts = self.planner.adapts
@@ -189,7 +192,7 @@ class Session:
         )
         self.round = Round(
             params,
-            [*names, *(known[p] for p in outside)],
+            names,
             backend,
             mode,
             scaling,
@@ -245,7 +248,7 @@ class Session:
             before.check_can_end()
         except ValueError as error:
             refusal = error
-        if before.state is State.IDLE and not self._nobody_joined():
+        if self.backend.ranks.joined or (before.state is State.IDLE and not self._nobody_joined()):
             raise ValueError(
                 f"rank {self.backend.ranks.rank}: add parameters when all ranks have joined:"
                 f" {ranks_text(self.backend.ranks.joined)} did, and parameters need a plan of all ranks"
@@ -261,29 +264,35 @@ class Session:
         add()
         if sent and before.state is State.IDLE:
             before.seal()
+        known = self._known
         self._replace()
+        if sent:
+            self.round.weigh_new(known, before.factor)
 
     def _replace(self) -> None:
         """Make a new plan in the place of this one. Collective."""
         optimizer, before = self._optimizer, self.round
-        self._frozen_steps = 0
         self.mode.finish_all()
         self.planner.close()
         self.hooks.remove()
         before.close()
-        trained = _trained(optimizer)
-        optimizer._options = options = optimizer._options.for_other_params(before.params, trained)
-        self._begin(trained, options)
+        stay = {i for i in self._planned if self._frozen.get(i, 0) < self._stay}
+        params = [p for p in optimizer._every_param() if p.requires_grad or id(p) in stay]
+        now = {id(param) for param in params}
+        self._stay *= 2 if now & self._gone else 1
+        self._gone = (self._gone | self._planned) - now
+        optimizer._options = options = optimizer._options.for_other_params(before.params, params)
+        self._begin(params, options)
         self.round.inherit(before)
         self._start()
 
     def _is_due(self) -> bool:
         """Return whether the parameters need another plan, at the end of a step."""
-        trained = _trained(self._optimizer)
-        self._frozen_steps = self._frozen_steps + 1 if 0 < len(trained) < len(self._planned) else 0
-        if not self._planned.issuperset(map(id, trained)) or _kinds(self.round.params) != self._made_for:
+        trained, planned = set(map(id, _trained(self._optimizer))), self._planned
+        self._frozen = {i: self._frozen.get(i, 0) + 1 for i in planned - trained} if trained else {}
+        if not planned.issuperset(trained) or _kinds(self.round.params) != self._made_for:
             return True
-        return self._frozen_steps >= STAY
+        return any(steps >= self._stay for steps in self._frozen.values())
 
     # -- plans -----------------------------------------------------------------------------------------------
 
@@ -551,7 +560,7 @@ class Session:
         """Return this rank's part in the steps of the others, after ``join()``; None if it can have none."""
         if not self.is_open:
             return None
-        self._frozen_steps = 0  # a rank that has joined counts none of the steps that the others still take
+        self._frozen = {}  # a rank that has joined counts none of the steps that the others still take
         joining = Joining(self.round, self.end_step, self._optimizer, self.close)
         return joining if joining.begin() else None
 
@@ -757,7 +766,7 @@ class Joining:
             # Reading the flags may wait until the others read them, who may be busy with another optimizer.
             if now.reduces_apart() and ranks.next_order() is None:
                 return
-            now.wait_for_flags()
+            now.finish_apart()
             self._in_step = len(ranks.joined) < ranks.size
         if not self._in_step:
             last = set(ranks.joined) - set(self._early) or set(ranks.joined)

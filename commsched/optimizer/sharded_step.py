@@ -77,6 +77,8 @@ class ShardedStep(StepMode):
     shards: Shards
     spreads_state = prepares_together = True
     steps_after_each_round = True
+    gathers_sums = False
+    no_second = "with gather='parameters' no rank can add it to the sum"
 
     def __init__(self, backend: Backend, optimizer: Any, masters: bool) -> None:
         super().__init__(backend)
@@ -159,11 +161,7 @@ class ShardedStep(StepMode):
                 " call optimizer.zero_grad() between step() and the next backward"
             )
 
-    def check_can_discard(self) -> None:
-        self.check_not_updated("gradients cannot be cleared, which would not undo it")
-
     def check_not_updated(self, therefore: str) -> None:
-        """Refuse what comes between a backward with ``early_step`` and its ``step()``."""
         if self.round.state is State.SENT and self._early is not None:
             raise ValueError(
                 f"with early_step=True every backward is a step, so before optimizer.step() {therefore}; call"
@@ -198,18 +196,14 @@ class ShardedStep(StepMode):
     def weigh(self, factor: float) -> None:
         self.shards.factor = torch.tensor(factor, dtype=torch.float64, device=self.shards.device)
 
-    def reduce_apart(self, late: bool, sparse: Sequence[int]) -> None:
-        if self.round.abandoned:
-            return  # the gradients have been cleared
-        if late:
-            self.round.refuse_second(
-                "with gather='parameters' no rank can add it to the sum", "gather='gradients'"
-            )
-        self.check_fits()
-        gradient = self.round.gradients[sparse[0]]
-        raise ValueError(
-            f"the gradient of {gradient.name} is sparse, and gather='parameters' reduces dense buckets; use"
-            " sparse_as_dense=True or gather='gradients'"
+    def refusal_of(self, sparse: Sequence[int]) -> ValueError:
+        try:
+            self.check_fits()
+        except ValueError as error:
+            return error
+        return ValueError(
+            f"the gradient of {self.round.gradients[sparse[0]].name} is sparse, and gather='parameters'"
+            " reduces dense buckets; use sparse_as_dense=True or gather='gradients'"
         )
 
     def check_fits(self) -> None:
@@ -368,7 +362,7 @@ class ShardedStep(StepMode):
         with now.lock:
             if now.state is State.IDLE:  # after a synchronize() without a gradient
                 now.seal()
-            now.wait_for_flags()
+            now.finish_apart()
             self.tell_joined("step", options_of(self._optimizer))
             if self._early is None:
                 shared = now.shared_memory()
@@ -412,7 +406,8 @@ class ShardedStep(StepMode):
         """Update frozen parameters that still have a gradient, because plain PyTorch does."""
         if not self.round.frozen():
             return
-        known = {id(param) for param in (*self.round.params, *self.round.frozen_sharing())}
+        together = self.round.frozen_sharing() if self.shards.whole and self._early is None else ()
+        known = {id(param) for param in (*self.round.params, *together)}
         others = [
             {**group, "params": [p for p in group["params"] if id(p) not in known]}
             for group in optimizer.param_groups
@@ -423,7 +418,7 @@ class ShardedStep(StepMode):
         self.round.timed(f"the sums of bucket {bucket}", self.backend.wait_reduced, bucket)
 
     def _wait_all_reduced(self) -> None:
-        self.round.wait_for_flags()
+        self.round.finish_apart()
         for bucket in self._buckets:
             self._wait_reduced(bucket)
 
@@ -463,7 +458,7 @@ class ShardedStep(StepMode):
         if self._early is not None:
             self._early.finish()  # this round's updates are made and cannot be undone
         else:
-            self.round.wait_for_flags()
+            self.round.finish_apart()
             self.tell_joined("discard")
         for bucket in self._buckets:
             self.backend.wait_reduced(bucket)
@@ -550,9 +545,9 @@ class ShardedStep(StepMode):
         self.shards.take_state(self._optimizer.__dict__["state"])
 
     def whole_state(self, state: OptimizerState) -> OptimizerState:
+        self.round.leave_cleared()
         self.check_not_updated("there is no state_dict()")
         self.check_none_joined("state_dict()")
-        self.round.leave_cleared()
         whole = {**state, **self._gathered_shards()}
         ordered = {p: whole[p] for p in self._optimizer._every_param() if p in whole}
         return super().whole_state({**ordered, **whole})

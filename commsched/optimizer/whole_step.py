@@ -151,6 +151,8 @@ class StepMode(ABC):
     # Whether a rank that has joined takes a step after each round without being told that the others do.
     steps_after_each_round = True
     prepares_together = False  # whether ``prepare()`` is collective
+    gathers_sums = True  # in the type of the wire, as gradients are sent
+    no_second = ""  # why no gradient can be added that came late
     gathered = False  # whether p.grad holds the sums although parameters are still to come
     updates_early = False  # whether parameters change within the backward
 
@@ -170,8 +172,8 @@ class StepMode(ABC):
     def check_fits(self) -> None:
         """Raise ``ValueError`` where the gradient of a converted parameter cannot be reduced."""
 
-    def check_can_discard(self) -> None:
-        """Raise ``ValueError`` where gradients have been used already, and cannot be cleared."""
+    def check_not_updated(self, therefore: str) -> None:
+        """Raise ``ValueError`` where this round's gradients have been used already, before ``step()``."""
 
     def check_abandoned(self) -> None:
         """Raise ``ValueError`` where a backward that raised has changed parameters."""
@@ -203,7 +205,10 @@ class StepMode(ABC):
     def weigh(self, factor: float) -> None:
         """Multiply this round's gradients by a factor (``Round.factor``) before anybody reads them."""
 
-    @abstractmethod
+    def refusal_of(self, sparse: Sequence[int]) -> ValueError | None:
+        """Return why these sparse gradients cannot be reduced, if so."""
+        return None
+
     def reduce_apart(self, late: bool, sparse: Sequence[int]) -> None:
         """Reduce gradients of the plan that no bucket contained: late and sparse ones."""
 
@@ -353,7 +358,6 @@ class WholeStep(StepMode):
 
     def reduce_apart(self, late: bool, sparse: Sequence[int]) -> None:
         now = self.round
-        self.tell_joined("reduce apart")
         if late:
             self._reduce_again()
         gradients = [now.gradients[i] for i in sparse]
@@ -392,7 +396,7 @@ class WholeStep(StepMode):
     def step(self, optimizer: Any, synchronous: bool) -> None:
         base, now = optimizer._base, self.round
         if now.may_come_apart:
-            now.wait_for_flags()
+            now.finish_apart()
         whole = (
             synchronous
             or not is_separable(base)
@@ -434,7 +438,7 @@ class WholeStep(StepMode):
 
     def share(self, optimizer: Any, root: int) -> None:
         process_set, mine = self.ranks.process_set, self.ranks.global_own == root
-        later = [g.param for g in self.round.outside if g.param.requires_grad]
+        later = [self.round.gradients[i].param for i in sorted(self.round.summed_outside)]
         named = [(f"commsched.join.{i}", p) for i, p in enumerate([*self.round.params, *later])]
         broadcast_parameters(named, root, process_set=process_set)
         # The wrapped class's own methods: each rank keeps its residuals.
@@ -453,7 +457,7 @@ class WholeStep(StepMode):
     def leave_round(self) -> None:
         self.finish_round()
         self.backend.wait_gathered(self.round.flags_bucket)
-        if self.round.used or not self.round.reduces_apart():
+        if not self.round.reduces_apart() or (self.round.used and not self.round.rest):
             self.round.complete_all()
 
     def discard(self) -> None:

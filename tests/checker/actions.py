@@ -84,7 +84,10 @@ def loss_spec(dice: random.Random, options: Args) -> Args:
     return spec
 
 
-CLEARS = ("optimizer", "optimizer zero", "model", "model zero", "none", "zero_", "del", "none where set")
+CLEARS = (
+    *("optimizer", "optimizer zero", "model", "model zero"),
+    *("none", "zero_", "del", "none where set", "none where trained"),
+)
 
 
 def events_of_clear(args: Args) -> tuple[str, ...]:
@@ -108,6 +111,10 @@ def clear(w: World, how: str) -> None:
     elif how == "none":
         for p in params:
             p.grad = None
+    elif how == "none where trained":
+        for p in params:
+            if p.requires_grad:
+                p.grad = None
     elif how == "del":
         for p in params:
             del p.grad
@@ -541,6 +548,34 @@ def _add_weighted(w: World, salt: int, loss: Args, samples: int, odd: bool, idle
 
 @action(
     1,
+    lambda dice, o: {**draw_loss(dice, o), "samples": dice.randint(1, 4), "local": dice.random() < 0.6},
+    ("backward",),
+    legal=lambda w: (
+        dense(w)
+        and w.options["op"] != "sum"
+        and w.options["optimizer"] != "lbfgs"
+        and all(b.passes == 1 and (b.samples or not (b.local or b.fresh or b.consumed)) for b in w.books)
+        and len(w.books) == 1
+        and not w.hooks
+    ),
+    local=False,
+)
+def weighted_backward(w: World, salt: int, loss: Args, samples: int, local: bool) -> Any:
+    """One backward of a weighted loss. Until its gradients are reduced, few other actions have a meaning."""
+    with w.no_sync() if local else nullcontext():
+        spec = {**loss, "branch": "both", "checkpointed": "no"}
+        return _add_weighted(w, salt, spec, samples + w.rank, odd=False, idle=None)
+
+
+AMONG_WEIGHTED = frozenset(
+    (
+        "weighted_backward step synchronize clear_grads freeze unfreeze add_group read_params close_at_end"
+    ).split()
+)
+
+
+@action(
+    1,
     lambda dice, o: {**draw_loss(dice, o), "how": dice.choice(["rate", "rate", "hook"])},
     ("backward", "step", "state"),
     legal=lambda w: (
@@ -761,6 +796,7 @@ def draw_change(dice: random.Random, o: Args) -> Args:
 )
 def change_grads(w: World, salt: int, how: str, places: list[int], gathered: bool) -> Any:
     """Change or replace some gradients, in the same way on all ranks; ``gathered``: after synchronize()."""
+    w.events(("clear",))
     if gathered:
         w.gather()
     if how not in ("assign", "none"):
@@ -1028,6 +1064,7 @@ def unfreeze(w: World, salt: int) -> Any:
     legal=lambda w: not w.model.uses_late and w.options["optimizer"] != "lbfgs" and "graph" not in w.kept,
 )
 def add_group(w: World, salt: int) -> Any:
+    w.events(("state",))
     w.optimizers[0].add_param_group({"params": list(w.model.late.parameters()), "lr": 0.01})
     w.model.uses_late = True
 

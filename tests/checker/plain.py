@@ -241,6 +241,7 @@ class PlainMethods(Optimizer):
             if book.done and book.passes > 1:
                 book.vague = True
             book.raised = book.local = book.gathered = book.consumed = False
+            book.samples = 0
             book.ungathered = book.zeros_sent and any(g is not None for g in grads)
             book.fresh = book.fresh and any(g is not None for g in grads)
             book.changed = book.changed and any(g is not None for g in grads)

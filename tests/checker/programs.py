@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.checker.actions import ACTIONS, Action
+from tests.checker.actions import ACTIONS, AMONG_WEIGHTED, Action
 from tests.checker.allowed import permitted
 from tests.checker.threads import Hang
 from tests.checker.world import PlainWorld, World
@@ -280,6 +280,8 @@ def _is_legal(action: Action, world: PlainWorld, defy: bool, args: dict[str, Any
     if any(book.uneven for book in books) and not action.settles:
         return False
     if not books and not action.local:
+        return False
+    if any(book.samples for book in books) and action.name not in AMONG_WEIGHTED:
         return False
     if action.name not in ("close_at_end",) and not action.legal(world):
         return False

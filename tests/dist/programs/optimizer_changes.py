@@ -16,6 +16,7 @@ from torch import nn
 
 import commsched as hvd
 from commsched.env import settings
+from commsched.optimizer.round import _counted_in
 from tests.support.small_models import Branches, branches64, loss_of, mlp, mlp64, samples, using
 from tests.support.cases import Me, case, main
 from tests.support.oracle import Oracle, assert_close, assert_same_bits, batch, fingerprint, release, seeded, terms_of
@@ -404,6 +405,22 @@ def a_rank_without_data_may_do_something_else_first(me: Me) -> None:
         release(twin.optimizer)
 
 
+@case(ranks=(2, 3))
+def a_rank_may_read_a_gradient_alone(me: Me) -> None:
+    """For a log. Others wait in a collective meanwhile, and do not reduce what is outside of the plan."""
+    twin = Twin(me, branches64, frozen_branch, planned=False, lag=0)
+    twin.both(lambda model: model.branch[1].requires_grad_(True))
+    for step in range(6):
+        twin.backward(using(step))
+        if me.rank == 0:
+            assert twin.model.stem.weight.grad is not None
+        assert float(hvd.allreduce(torch.ones(1), name=f"log {step}")) == 1.0
+        twin.update()
+        twin.zero_grad()
+    twin.compare()
+    release(twin.optimizer)
+
+
 @case(ranks=(2,))
 def a_rank_that_synchronizes_counts_no_further_step(me: Me) -> None:
     """Layers that are frozen for some steps leave the plan, after equally many on all ranks."""
@@ -461,15 +478,16 @@ def frozen_branch(model: nn.Module) -> torch.optim.Optimizer:
 @case(ranks=(2,))
 def layers_are_unfrozen_and_added_between_weighted_passes(me: Me) -> None:
     """Their gradients are divided by the samples like all others."""
-    for change in ("unfreeze", "add"):
+    for change in ("unfreeze", "add", "add after"):
         for local in (True, False):
             model, plain = seeded(branches64), seeded(branches64)
-            model.branch[1].requires_grad_(False), plain.branch[1].requires_grad_(False)
-            params = [p for p in model.parameters() if p.requires_grad or change == "unfreeze"]
+            plain.branch[1].requires_grad_(change == "add after")
+            model.branch[1].requires_grad_(change == "add after")
+            params = [p for n, p in model.named_parameters() if "branch.1" not in n or change == "unfreeze"]
             optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.05))
             counts = {rank: (rank + 1, 3 - rank) for rank in range(2)}
             for number in range(2):
-                if number:
+                if number == 1:
                     model.branch[1].requires_grad_(True), plain.branch[1].requires_grad_(True)
                     if change == "add":
                         optimizer.add_param_group({"params": list(model.branch[1].parameters())})
@@ -479,6 +497,8 @@ def layers_are_unfrozen_and_added_between_weighted_passes(me: Me) -> None:
                 every = sum(map(sum, counts.values()))
                 for rank in range(2):
                     (using(number)(plain, rank) * counts[rank][number] / every).backward()
+            if change == "add after":
+                optimizer.add_param_group({"params": list(model.branch[1].parameters())})
             optimizer.step()
             torch.optim.SGD(plain.parameters(), lr=0.05).step()
             assert_close(model, plain, terms_of(plain, 1), f"{change}, {local}")
@@ -494,6 +514,7 @@ def a_loss_that_another_optimizer_has_weighted_is_refused(me: Me) -> None:
         a.weighted(using(0)(model, me.rank), 3).backward()
     for optimizer in (a, b):
         optimizer.zero_grad()
+    assert not _counted_in, "the backward that raised counts as one that runs"
     a.weighted(model.head(torch.ones(1, 33).double()).sum(), 3).backward()  # trains no other's
     using(1)(model, me.rank).backward(inputs=rest)
     for optimizer in (a, b):

@@ -545,6 +545,38 @@ def sparse_gradients_while_ranks_have_joined(me: Me) -> None:
 
 
 @case(ranks=(2, 3))
+def layers_are_unfrozen_while_ranks_have_joined(me: Me) -> None:
+    """Their gradients are reduced outside of the plan, which nobody replaces meanwhile."""
+
+    def all_but_the_last(model: nn.Module) -> torch.optim.Optimizer:
+        *_, last = model.parameters()
+        last.requires_grad_(False)
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+
+    batches = [2] + [9] * (me.size - 1)
+    for gather, build, draw in ((GATHERS[0], mlp64, rows), (GATHERS[1], mlp64, rows), (GATHERS[0], words64, words)):
+        pair = Pair(build, all_but_the_last, planned=False, gather=gather)
+        for step in range(max(batches)):
+            everybody = [draw(rank, step) for rank in range(me.size) if step < batches[rank]]
+            if step == batches[me.rank]:
+                hvd.join()
+            if step == 4:
+                pair.plain.requires_grad_(True)
+                if step < batches[me.rank]:
+                    pair.model.requires_grad_(True)
+            if step < batches[me.rank]:
+                pair.backward(draw(me.rank, step), everybody)
+                pair.step()
+            else:
+                pair.together(everybody)
+                pair.alone.step()
+                pair.steps += 1
+        if max(batches) == batches[me.rank]:
+            hvd.join()
+        pair.end(f"{gather}, {build.__name__}")
+
+
+@case(ranks=(2, 3))
 def a_dense_and_a_sparse_model_are_measured_after_a_join(me: Me) -> None:
     """The joined rank must not begin to plan for the dense model while the others still step the other one."""
     sparse, dense = Pair(words64, descent, planned=False), Pair(planned=False)

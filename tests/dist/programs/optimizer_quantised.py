@@ -44,6 +44,24 @@ def new_plans_move_residuals_without_changing_a_bit(me: Me, code: str) -> None:
     release(twin.optimizer)
 
 
+@case_of_each_code(ranks=(2,))
+def two_optimizers_with_a_rank_without_data(me: Me, code: str) -> None:
+    """To move residuals is collective: where a round begins, one rank meets the optimizers in another order."""
+    first, second = seeded(Wide), seeded(Wide)
+    optimizers: list[Any] = [
+        hvd.DistributedOptimizer(momentum(model), compression=COMPRESSIONS[code]) for model in (first, second)
+    ]
+    for step in range(14):
+        if me.rank == 0 or step < 1:
+            (loss_of(step)(first, me.rank) + loss_of(step)(second, me.rank)).backward()  # the second comes first
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(set(me.everybody(fingerprint(first) + fingerprint(second)))) == 1
+    for optimizer in optimizers:
+        release(optimizer)
+
+
 @case_of_each_code(ranks=(2, 3))
 def shards_are_updated_with_sums_of_rounded_gradients(me: Me, code: str) -> None:
     for early in (False, True):
@@ -257,11 +275,12 @@ def what_is_refused(me: Me, code: str) -> None:
 
 @case_of_each_code(ranks=(), slow=(2,))
 def digits_are_learned_as_well(me: Me, code: str) -> None:
+    """Rounding makes less of a difference to the loss than other batches do."""
     from dnn_bench.converge import digits
 
     (images, labels), _ = digits()
-    losses = {}
-    for compression in (hvd.Compression.none, COMPRESSIONS[code]):
+
+    def loss(compression: Any, first: int = 0) -> float:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))  # fmt: skip
         optimizer = hvd.DistributedOptimizer(
@@ -269,17 +288,21 @@ def digits_are_learned_as_well(me: Me, code: str) -> None:
             model.named_parameters(),
             compression=compression,
         )
-        for step in range(100):
+        for step in range(first, first + 100):
             dice = torch.Generator().manual_seed(step)
             mine = torch.randint(len(labels), (96,), generator=dice).chunk(me.size)[me.rank]
             F.cross_entropy(model(images[mine]), labels[mine]).backward()
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            losses[compression] = float(F.cross_entropy(model(images), labels))
+            reached = float(F.cross_entropy(model(images), labels))
         release(optimizer)
-    plain, rounded = losses.values()
-    assert plain < 0.3 and abs(rounded / plain - 1) < 0.005, losses
+        return reached
+
+    plain = [loss(hvd.Compression.none, first) for first in (0, 100, 200)]
+    rounded = loss(COMPRESSIONS[code])
+    print(plain, rounded)
+    assert max(plain) < 0.3 and abs(rounded - plain[0]) < max(plain) - min(plain), (plain, rounded)
 
 
 main(__name__)

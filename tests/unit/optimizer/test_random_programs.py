@@ -75,6 +75,16 @@ ENDS_WITH: list[tuple[str, dict[str, Any], Steps]] = [
         ("early step", EARLY, [BACKWARD, ("clear_grads", {"how": how})])
         for how in ("optimizer", "model", "del")
     ),
+    *(
+        ("early step", EARLY, [BACKWARD, action])
+        for action in (
+            ADD,
+            ("change_grads", {"how": "assign", "places": [3], "gathered": False}),
+            ("read_params", {"how": "clone"}),
+            ("optimizer_state", {"load": False}),
+        )
+    ),
+    ("early step", EARLY, [BACKWARD, ("set_rate", {"factor": 0.5}), STEP]),
     ("early step", EARLY, [TRAIN, ("failing_backward", LOSS | {"bomb": 0, "clear": "optimizer"})]),
     (
         "sum changed",
@@ -291,6 +301,12 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
         (options | {"frozen": 1}, [BEFORE, ("unfreeze", {}), *between, STEP])
         for options in ({}, SHARDS, {"op": "sum"}, {"passes": 3})
         for between in ([LOCAL, AGAIN], [LOCAL], [BACKWARD, BACKWARD], [BACKWARD, AGAIN, LOCAL])
+    ),
+    # One that is frozen between a backward and its step keeps its gradient, though all others are cleared.
+    *(
+        (options, [BACKWARD, FREEZE, ("clear_grads", {"how": "none where trained"}), *then])
+        for options in ({}, SHARDS, {"frozen": 1})
+        for then in ([BACKWARD], [STEP], [("read_grads", {"how": "clone", "gathered": True})])
     ),
     # They had been gathered, and clipping, which made a new plan, left them on shards.
     (SHARDS, [("add_by_hand", LOSS), ADD, ("clip", {"how": "optimizer", "sync": True})]),
