@@ -7,9 +7,11 @@ no gradient; most have a ``grouped_`` form, which takes several tensors as one o
 
 from __future__ import annotations
 
+import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from inspect import Signature, signature
 from typing import Any, ParamSpec
@@ -345,26 +347,27 @@ def loads(data: torch.Tensor) -> Any:
     return pickle.loads(data.numpy().tobytes())
 
 
-def _pickled(obj: Any) -> tuple[torch.Tensor, torch.Tensor, Exception | None]:
-    """Return an object's bytes and their number.
+@dataclass(frozen=True)
+class _Unsent:
+    """Travels in the place of an object that could not be pickled: other ranks wait for its bytes."""
 
-    Of an object that cannot be pickled, return the reason's bytes, minus their number, and the exception:
-    other ranks wait for bytes, and would end in their time-out without a reason.
-    """
+    reason: str
+
+
+def _pickled(obj: Any) -> tuple[torch.Tensor, Exception | None]:
+    """Return an object's bytes; those of an ``_Unsent``, and the exception, if it cannot be pickled."""
     try:
-        data, failure = dumps(obj), None
+        return dumps(obj), None
     except Exception as error:
         reason = f"rank {rank()} could not pickle the {type(obj).__name__} that it was to send: {error}"
-        data, failure = dumps(reason), error
-    size = data.numel() if failure is None else -data.numel()
-    return data, torch.tensor([size], dtype=torch.int64, device="cpu"), failure
+        return dumps(_Unsent(reason)), error
 
 
-def _unpickled(data: torch.Tensor, size: int) -> Any:
-    """Return the object that ``_pickled`` was given, or raise the reason that it sent instead."""
-    if size < 0:
-        raise ValueError(loads(data))
-    return loads(data)
+def _received(obj: Any) -> Any:
+    """Return an object that another rank has sent; raise ``ValueError`` if that rank could not send it."""
+    if isinstance(obj, _Unsent):
+        raise ValueError(obj.reason)
+    return obj
 
 
 def broadcast_object(
@@ -372,26 +375,30 @@ def broadcast_object(
 ) -> Any:
     """Return rank `root_rank`'s `obj`, which is pickled, on every rank; the root gets `obj` itself."""
     sends = rank() == root_rank
-    data, size, failure = _pickled(obj if sends else None)
+    data, failure = _pickled(obj if sends else None)
+    size = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
     broadcast_(size, root_rank, name and f"{name}.length", process_set)
     if not sends:
-        data = data.new_empty(abs(int(size)))
+        data = data.new_empty(int(size))
     broadcast_(data, root_rank, name and f"{name}.data", process_set)
     if failure is not None:
         raise failure
-    return obj if sends else _unpickled(data, int(size))
+    return obj if sends else _received(loads(data))
 
 
 def allgather_object(
     obj: Any, name: str | None = None, *, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """Return every rank's `obj`, in rank order."""
-    data, size, failure = _pickled(obj)
-    sizes = allgather(size, name and f"{name}.length", process_set).tolist()
-    gathered = allgather(data, name and f"{name}.data", process_set).split([abs(size) for size in sizes])
+    data, failure = _pickled(obj)
+    # One collective: ranks may give different numbers of bytes, and a pickle tells where it ends.
+    gathered = allgather(data, name, process_set).numpy().tobytes()
     if failure is not None:
         raise failure
-    return [_unpickled(*sent) for sent in zip(gathered, sizes)]
+    stream, objects = io.BytesIO(gathered), []
+    while stream.tell() < len(gathered):
+        objects.append(_received(pickle.load(stream)))
+    return objects
 
 
 # -- gradients, the same with every carrier ------------------------------------------------------------------
