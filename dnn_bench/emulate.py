@@ -239,9 +239,6 @@ class OneProcess(Ranks):
         all_here.set_result(False)
         return all_here
 
-    def share(self, value: Any) -> Any:
-        return value
-
     def all_values(self, value: Any) -> list[Any]:
         return [value] * self.size
 

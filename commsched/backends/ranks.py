@@ -31,7 +31,6 @@ from commsched.collectives.operations import (
     Sum,
     allgather_object,
     allreduce_,
-    broadcast_object,
     dumps,
     loads,
     sparse_allreduce_async,
@@ -74,8 +73,6 @@ class Ranks:
         self._some_joined = False  # of the ranks that agree now
         self.rank, self.size = int(process_set.rank()), int(process_set.size())  # type: ignore[arg-type]
         self.own = slice(self.rank, self.rank + 1)  # the ranks for which this process answers
-        # Root ranks are global ones, as in Horovod.
-        self._root = min(process_set.ranks) if process_set.ranks else 0
         self.global_own = self.global_rank(self.rank)
 
     def global_rank(self, rank: int) -> int:
@@ -89,9 +86,7 @@ class Ranks:
 
     def share(self, value: Any) -> Any:
         """Return rank 0's value, on every rank."""
-        if self.joined or self._some_joined:
-            return self.all_values(value if self.rank == 0 else None)[0]
-        return broadcast_object(value, self._root, "commsched.agreement", self.process_set)
+        return self.all_values(value if self.rank == 0 else None)[0]
 
     def all_values(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order."""
@@ -155,18 +150,20 @@ class Ranks:
         Ranks that have not come within so many ``seconds`` are an error.
         """
         number, self._meetings = self._meetings, self._meetings + 1
-        arguments = self._store("meetings"), number, self.rank, self.size, has_joined, seconds
+        store, rank, size = self._store("meetings"), self.rank, self.size
         all_here: Future[bool] = Future()
 
         def run() -> None:
             try:
-                some_joined = _met(all_here, *arguments)
+                some_joined = _met(all_here, store, str(number), rank, size, has_joined, seconds)
             except BaseException as error:
                 with suppress(InvalidStateError):  # nobody waits any more
                     all_here.set_exception(error)
-            else:
-                with suppress(InvalidStateError):
-                    all_here.set_result(some_joined)
+                return
+            with suppress(InvalidStateError, RuntimeError):  # or the store has ended since
+                all_here.set_result(some_joined)
+                if rank == 0 and number:  # all have read the last key, since they have come to this one
+                    store.delete_key(str(number - 1))
 
         Thread(target=run, name="commsched-store", daemon=True).start()
         return all_here
@@ -213,18 +210,24 @@ class Ranks:
 
 
 def _met(
-    asked: Future[bool], store: Store, number: int, rank: int, size: int, has_joined: bool, seconds: float
+    asked: Future[bool], store: Store, key: str, rank: int, size: int, has_joined: bool, seconds: float
 ) -> bool:
-    keys, begin, pause = [f"{number}/{other}" for other in range(size)], time.monotonic(), _PAUSE
+    """Add this rank to the list that is in the store under ``key``, and wait until all ranks are there.
+
+    Return whether some of them have joined; False where nobody waits for the result any more.
+    """
+    begin, pause = time.monotonic(), _PAUSE
     with _store_errors(rank):
-        store.set(keys[rank], "joined" if has_joined else "here")
+        mine = f"{rank} {'joined' if has_joined else 'here'}\n"
+        store.append(key, mine)  # type: ignore[attr-defined]  # torch's stub lacks it
         warn_at = min(settings().warning, seconds) if seconds < math.inf else seconds
-        while not store.check(keys):
+        # Replaces the value only if it is empty, and returns it: get() asks the store twice.
+        while len(here := dict(map(str.split, store.compare_set(key, "", "").decode().splitlines()))) < size:
             if asked.cancelled():
                 return False
             waited = time.monotonic() - begin
             if waited > warn_at:
-                missing = ranks_text([other for other, key in enumerate(keys) if not store.check([key])])
+                missing = ranks_text([other for other in range(size) if str(other) not in here])
                 told = f"{missing} to agree on a plan, at the end of a step that all ranks take"
                 limit = f"{seconds:g} s (COMMSCHED_TIMEOUT)"
                 if waited > seconds:
@@ -233,8 +236,7 @@ def _met(
                 warn_at = seconds
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        store.delete_key(f"{number - 1}/{rank}")  # all have read it, since they have come to this one
-        return b"joined" in store.multi_get(keys)
+        return "joined" in here.values()
 
 
 @contextmanager

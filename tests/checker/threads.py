@@ -110,9 +110,6 @@ class ThreadRanks(Ranks):
         all_here.set_result(False)
         return all_here
 
-    def share(self, value: Any) -> Any:
-        return self.all_values(value)[0]
-
     def all_values(self, value: Any) -> list[Any]:
         self._held.flush()
         return [pickle.loads(text) for text in self.meeting.exchange(self.rank, pickle.dumps(value))]
