@@ -67,10 +67,9 @@ def _link(backend: Backend, model_bytes: int) -> tuple[Link, float]:
     wall, used = time.monotonic(), time.process_time()
     operations = [(size, backend.exchange_seconds(size)) for size in sizes]
     busy = (time.process_time() - used) / (time.monotonic() - wall)
-    shares = backend.ranks.all_values((busy, _has_free_cores()))
-    on_gpu = backend.device.type != "cpu"
-    slowdown = slowdown_of([share for share, _ in shares], on_gpu or all(free for _, free in shares))
-    return timed.refined(operations), slowdown
+    shares, free, by_rank = zip(*backend.ranks.all_values((busy, _has_free_cores(), operations)), strict=True)
+    slowdown = slowdown_of(shares, backend.device.type != "cpu" or all(free))
+    return timed.refined(by_rank), slowdown
 
 
 def _has_free_cores() -> bool:

@@ -150,20 +150,18 @@ class Ranks:
         Ranks that have not come within so many ``seconds`` are an error.
         """
         number, self._meetings = self._meetings, self._meetings + 1
-        store, rank, size = self._store("meetings"), self.rank, self.size
+        arguments = self._store("meetings"), number, self.rank, self.size, has_joined, seconds
         all_here: Future[bool] = Future()
 
         def run() -> None:
             try:
-                some_joined = _met(all_here, store, str(number), rank, size, has_joined, seconds)
+                some_joined = _met(all_here, *arguments)
             except BaseException as error:
                 with suppress(InvalidStateError):  # nobody waits any more
                     all_here.set_exception(error)
-                return
-            with suppress(InvalidStateError, RuntimeError):  # or the store has ended since
-                all_here.set_result(some_joined)
-                if rank == 0 and number:  # all have read the last key, since they have come to this one
-                    store.delete_key(str(number - 1))
+            else:
+                with suppress(InvalidStateError):
+                    all_here.set_result(some_joined)
 
         Thread(target=run, name="commsched-store", daemon=True).start()
         return all_here
@@ -210,13 +208,10 @@ class Ranks:
 
 
 def _met(
-    asked: Future[bool], store: Store, key: str, rank: int, size: int, has_joined: bool, seconds: float
+    asked: Future[bool], store: Store, number: int, rank: int, size: int, has_joined: bool, seconds: float
 ) -> bool:
-    """Add this rank to the list that is in the store under ``key``, and wait until all ranks are there.
-
-    Return whether some of them have joined; False where nobody waits for the result any more.
-    """
-    begin, pause = time.monotonic(), _PAUSE
+    """Add this rank to a list in the store and wait for all others there; return whether some have joined."""
+    key, begin, pause = str(number), time.monotonic(), _PAUSE
     with _store_errors(rank):
         mine = f"{rank} {'joined' if has_joined else 'here'}\n"
         store.append(key, mine)  # type: ignore[attr-defined]  # torch's stub lacks it
@@ -236,6 +231,8 @@ def _met(
                 warn_at = seconds
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+        if rank == 0:  # which mostly has the store in its process: the others need not wait for an answer
+            store.delete_key(str(number - 1))  # all have read it, since they have come to this one
         return "joined" in here.values()
 
 

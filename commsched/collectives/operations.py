@@ -11,7 +11,6 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from inspect import Signature, signature
 from typing import Any, ParamSpec
@@ -347,27 +346,24 @@ def loads(data: torch.Tensor) -> Any:
     return pickle.loads(data.numpy().tobytes())
 
 
-@dataclass(frozen=True)
-class _Unsent:
-    """Travels in the place of an object that could not be pickled: other ranks wait for its bytes."""
+def _refuse(reason: str) -> None:
+    raise ValueError(reason)
 
-    reason: str
+
+class _Unsent(str):
+    """Why an object could not be pickled; raises ``ValueError`` on the ranks that unpickle it instead."""
+
+    def __reduce__(self) -> Any:
+        return _refuse, (str(self),)
 
 
 def _pickled(obj: Any) -> tuple[torch.Tensor, Exception | None]:
-    """Return an object's bytes; those of an ``_Unsent``, and the exception, if it cannot be pickled."""
+    """Return an object's bytes; if it cannot be pickled, those of an ``_Unsent``, and the exception."""
     try:
         return dumps(obj), None
     except Exception as error:
         reason = f"rank {rank()} could not pickle the {type(obj).__name__} that it was to send: {error}"
         return dumps(_Unsent(reason)), error
-
-
-def _received(obj: Any) -> Any:
-    """Return an object that another rank has sent; raise ``ValueError`` if that rank could not send it."""
-    if isinstance(obj, _Unsent):
-        raise ValueError(obj.reason)
-    return obj
 
 
 def broadcast_object(
@@ -383,7 +379,7 @@ def broadcast_object(
     broadcast_(data, root_rank, name and f"{name}.data", process_set)
     if failure is not None:
         raise failure
-    return obj if sends else _received(loads(data))
+    return obj if sends else loads(data)
 
 
 def allgather_object(
@@ -397,7 +393,7 @@ def allgather_object(
         raise failure
     stream, objects = io.BytesIO(gathered), []
     while stream.tell() < len(gathered):
-        objects.append(_received(pickle.load(stream)))
+        objects.append(pickle.load(stream))
     return objects
 
 

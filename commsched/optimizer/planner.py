@@ -36,6 +36,7 @@ from commsched.backends.interface import Backend, Scaling
 from commsched.collectives.compression import block_code
 from commsched.collectives.private_groups import hosts_of
 from commsched.env import settings
+from commsched.errors import CommError
 from commsched.optimizer.buckets import Layout, build_layout
 from commsched.optimizer.measuring import Sample
 from commsched.optimizer.whole_step import ELEMENTWISE, register_separable
@@ -672,11 +673,13 @@ def _has_parts(program: Program, profile: Profile) -> bool:
 # -- the link ------------------------------------------------------------------------------------------------
 
 
+Times = Sequence[tuple[int, float]]  # bytes and seconds of messages
+Observed = tuple[Times, dict[int, Sent]]  # of a rank's buckets; what it sent of parameters by rows
 _SMALLEST, _LARGEST = 1 << 12, 1 << 21  # bytes of the messages: six sizes, up to the model's own size
 
 
 class TimedLink:
-    """Start-up and rate of the backend's link, fitted to timed RS and AG. Its methods are collective.
+    """Start-up and rate of the backend's link, fitted to timed RS and AG. To make one is collective.
 
     In two tiers, both links are timed together, as an RS or AG uses them, and each one alone while the other
     is idle. All ranks of a host use a link at once, so what they cost each other is in its times.
@@ -688,31 +691,26 @@ class TimedLink:
         largest = min(max(model_bytes, 16 * _SMALLEST), _LARGEST)
         sizes = [round(_SMALLEST * (largest / _SMALLEST) ** (k / 5)) for k in range(6)]
         sent = [round(size * wire_share) for size in sizes]
-        self._messages = self._mean(
-            [(size, backend.exchange_seconds(bytes_)) for size, bytes_ in zip(sizes, sent, strict=True)]
-        )
-        alone = backend.tier_seconds(sent)
-        self._tiers = [
-            self._fit(self._mean([(size, row[tier]) for size, row in zip(sizes, alone, strict=True)]), name)
-            for tier, name in enumerate(("inside hosts, measured", "between hosts, measured"))
-            if alone
+        mine = [(size, backend.exchange_seconds(bytes_)) for size, bytes_ in zip(sizes, sent, strict=True)]
+        alone = [
+            list(zip(sizes, tier, strict=True)) for tier in zip(*backend.tier_seconds(sent), strict=True)
         ]
+        by_rank = backend.ranks.all_values([mine, *alone])
+        self._messages, *tiers = map(_mean, zip(*by_rank, strict=True))
+        names = "inside hosts, measured", "between hosts, measured"
+        self._tiers = [self._fit(times, name) for times, name in zip(tiers, names, strict=False)]
         self.link = self._with_tiers(self._fit(self._messages))
 
-    def refined(self, operations: Sequence[tuple[int, float]]) -> Link:
-        """Return the link fitted to these operations' bytes and seconds too, which are larger messages.
+    def refined(self, by_rank: Sequence[Times]) -> Link:
+        """Return the link fitted to the ranks' operations too, which are larger messages. Not collective.
 
         A shaped link sends small messages at full speed, so their times only show the start-up.
         """
-        buckets = self._mean(operations)
+        buckets = _mean(by_rank)
         fitted = self._with_tiers(self._fit(self._messages + buckets))
         rest = sum(seconds for _, seconds in buckets) - len(buckets) * fitted.alpha
         total = sum(size for size, _ in buckets)
         return replace(fitted, beta=rest / total) if rest > 0 and total else fitted
-
-    def _mean(self, mine: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-        rows = [row for row in self._backend.ranks.all_values(list(mine)) if row]
-        return [(column[0][0], sum(t for _, t in column) / len(column)) for column in zip(*rows, strict=True)]
 
     def _fit(self, messages: Sequence[tuple[int, float]], name: str = "") -> Link:
         sizes, seconds = zip(*messages, strict=True)
@@ -727,6 +725,12 @@ class TimedLink:
         hosts = len(set(hosts_of(ranks.process_set)))  # all of them have as many ranks
         members = (ranks.size // hosts, hosts)
         return TwoTierLink(link.alpha, link.beta, link.name, link.error, inside, between, members=members)
+
+
+def _mean(by_rank: Iterable[Times]) -> list[tuple[int, float]]:
+    """Return the same messages with the mean of the ranks' times, of those that have any."""
+    columns = zip(*(times for times in by_rank if times), strict=True)
+    return [(column[0][0], sum(t for _, t in column) / len(column)) for column in columns]
 
 
 def times_of_buckets(events: Any, buckets: Sequence[Bucket], layout: Layout) -> list[tuple[int, float]]:
@@ -751,7 +755,7 @@ _UNGROUPED = 8 << 20  # bytes of a bucket of parameters that are in none of the 
 
 
 class Planner:
-    """Makes the plans of one optimizer. Every method is collective."""
+    """Makes the plans of one optimizer. Methods are collective unless they say otherwise."""
 
     def __init__(
         self,
@@ -808,60 +812,53 @@ class Planner:
             self.model = replace(self.model, rows=rows, heads=heads)
             self.heads = tied
 
-    def learn(
-        self,
-        events: Any,
-        plan: Plan,
-        layout: Layout,
-        joined: bool,
-        order: Sequence[int],
-        early: Container[int],
-    ) -> None:
-        """Fit the link and count rows with the operations under a plan that sent them beside no compute.
+    def observed(
+        self, events: Any, plan: Plan, layout: Layout, order: Sequence[int], early: Container[int]
+    ) -> Observed:
+        """Return what ``learn`` needs of this rank, under a plan that sent all beside no compute.
 
-        ``early``: the tied weights of which this rank has sent the head's part first.
+        Not collective. ``early``: the tied weights of which this rank has sent the head's part first.
         """
-        mine = [] if joined else times_of_buckets(events, plan.program.buckets, layout)
-        self.link = self._timed_link.refined(mine)
-        if self.model.rows:
-            sent = sent_by_rows(events, layout, self.model.rows, self.ranks.size)
-            place = {i: number for number, i in enumerate(order)}
-            late = [i for i, head in self.model.head_of.items() if i not in early or place[head] < place[i]]
-            sent = {i: of for i, of in sent.items() if i not in late}
-            by_rank = [each for each in self.ranks.all_values(None if joined else sent) if each is not None]
-            always = self.model.rows if self._asked.row_sparse is True else self.sparse
-            rows = counted_rows(self.model, by_rank, always, self.link)
-            self.model = replace(self.model, rows=rows)
+        sent = sent_by_rows(events, layout, self.model.rows, self.ranks.size)
+        place = {i: number for number, i in enumerate(order)}
+        for i, head in self.model.head_of.items():
+            if i not in early or place[head] < place[i]:
+                sent.pop(i, None)
+        return times_of_buckets(events, plan.program.buckets, layout), sent
+
+    def learn(self, by_rank: Sequence[Observed]) -> None:
+        """Fit the link and count rows with what the ranks that have not joined have ``observed``."""
+        self.link = self._timed_link.refined([times for times, _ in by_rank])
+        always = self.model.rows if self._asked.row_sparse is True else self.sparse
+        rows = counted_rows(self.model, [sent for _, sent in by_rank], always, self.link)
+        self.model = replace(self.model, rows=rows)
 
     def first(self, order: Sequence[int]) -> Plan:
         """Return the first plan; it communicates after the backward if a measured plan will follow."""
         if isinstance(self.schedule, Program):
             return self._given_program(order)
         if self.given is not None:
-            return self._agreed(*self.model.fitted(self.given, order), self.policy)
-        return self._agreed(self.model.guess(order, self.link), list(order), "sequential")
+            return self._agreed(self._made(*self.model.fitted(self.given, order), self.policy))[0]
+        return self._agreed(self._made(self.model.guess(order, self.link), list(order), "sequential"))[0]
 
-    def begin(self, profile: Profile, order: Sequence[int]) -> bool:
-        """Have the plan for measured times made; return whether that takes a while. ``finish`` returns it.
+    def begin(self, profile: Profile, order: Sequence[int], meanwhile: bool) -> tuple[Plan | None, bool]:
+        """Return a plan for measured times, and whether a better one is searched, which ``finish`` returns.
 
-        Only searches take a while, in a process beside the training.
+        Searches run in a process beside the training. ``meanwhile``: return a plan for that time, too, with
+        every RS under the backward and every AG under the next forward; else None.
         """
         self.close()
-        self._wanted = profile, list(order)
+        self._wanted = wanted = profile, list(order)
         policy = self.policy
         if self.ranks.rank == 0 and isinstance(policy, str) and not settings().wait_for_plan:
-            with suppress(OSError, ValueError):  # ``finish`` meets them again
-                options = self._options_for(*self._wanted, policy)
+            with suppress(OSError, ValueError):  # ``_made`` meets them again
+                options = self._options_for(*wanted, policy)
                 if policies.needs_compiler(policy, options):
                     self._child = Child("plan", profile, self.link, policy, options)
-        return bool(self.ranks.share(self._child is not None))
-
-    def meanwhile(self) -> Plan:
-        """Return a plan without a search: every RS under the backward, every AG under the next forward."""
-        assert self._wanted is not None
-        profile, order = self._wanted
+        if self._child is None:
+            return self._agreed(self._made(*wanted, policy))
         size = max(1, min(BUCKET_BYTES, sum(profile.sizes) // _LEAST_BUCKETS))
-        return self._agreed(profile, order, "dear", bucket_bytes=size)
+        return self._agreed(self._made(*wanted, "dear", bucket_bytes=size) if meanwhile else None, True)
 
     @property
     def is_ready(self) -> bool:
@@ -869,10 +866,10 @@ class Planner:
         return self._child is not None and self._child.has_ended
 
     def finish(self) -> Plan:
-        """Return the plan that ``begin`` has had made."""
+        """Return the plan that ``begin`` has had searched."""
         assert self._wanted is not None
         child, self._child = self._child, None
-        return self._agreed(*self._wanted, self.policy, child)
+        return self._agreed(self._made(*self._wanted, self.policy, child))[0]
 
     def close(self) -> None:
         """End the child process, if there is one. Not collective."""
@@ -880,30 +877,45 @@ class Planner:
         if child is not None:
             child.stop()
 
-    def _agreed(
+    def _made(
         self, profile: Profile, order: list[int], policy: Any, child: Child | None = None, **more: Any
-    ) -> Plan:
-        """Return rank 0's plan on all ranks. ``more``: options for what the user leaves open."""
-        plan: Any = None
-        if self.ranks.rank == 0:
-            try:
-                options = {**more, **self._options_for(profile, order, policy)}
-                program = plan_in_child(profile, self.link, policy, options, child)
-                layers = (-1, *order)
-                if not _has_parts(program, profile):
-                    profile = profile.whole()
-                whole = {k: self.model.bytes(i) for k, i in enumerate(layers) if i in self.model.rows}
-                plan = Plan(program, profile, self.link, layers, whole)
-            except ValueError as error:
-                plan = error
-        plan = self.ranks.share(plan)
+    ) -> Plan | ValueError | None:
+        """Return a plan, or why there is none; None on other ranks than 0, where nothing is made.
+
+        ``more``: options for what the user leaves open. Not collective.
+        """
+        if self.ranks.rank:
+            return None
+        try:
+            options = {**more, **self._options_for(profile, order, policy)}
+            program = plan_in_child(profile, self.link, policy, options, child)
+        except ValueError as error:
+            return error
+        layers = (-1, *order)
+        if not _has_parts(program, profile):
+            profile = profile.whole()
+        whole = {k: self.model.bytes(i) for k, i in enumerate(layers) if i in self.model.rows}
+        return Plan(program, profile, self.link, layers, whole)
+
+    def _agreed(self, made: Plan | ValueError | None, searches: bool = False) -> tuple[Any, bool]:
+        """Return, on all ranks, what rank 0 has made and whether it searches; raise the error, if it is one.
+
+        The plan brings its hash along: it shows whether this rank has read the same plan.
+        """
+        told = made.program.hash if isinstance(made, Plan) else ""
+        plan, searches, told = self.ranks.share((made, searches, told))
         if isinstance(plan, ValueError):
             raise plan
-        assert isinstance(plan, Plan)
-        self.ranks.agree("the plan", plan.program.hash, "this is a fault of commsched; please report it")
-        if not _has_parts(plan.program, plan.profile):
+        if plan is not None and plan.program.hash != told:
+            reason = (
+                f"rank {self.ranks.rank} has read plan {plan.program.hash}, but rank 0 has made {told}; this"
+                " is a fault of commsched, please report it"
+            )
+            self.backend.abort(reason)  # ranks that have read the right one must not wait for this one
+            raise CommError(reason)
+        if plan is not None and not _has_parts(plan.program, plan.profile):
             self.model = self.model.sent_whole()
-        return plan
+        return plan, searches
 
     def _options_for(self, profile: Profile, order: Sequence[int], policy: Any) -> dict[str, Any]:
         """Return the policy's options; with the user's groups or owners, the buckets are given."""

@@ -58,7 +58,7 @@ from commsched.optimizer.measuring import (
     iteration_times,
     spread,
 )
-from commsched.optimizer.planner import Model, Options, Plan, Planner, owners_of, share_of_tables
+from commsched.optimizer.planner import Model, Observed, Options, Plan, Planner, owners_of, share_of_tables
 from commsched.optimizer.reports import StepReports, Timeline, few
 from commsched.optimizer.round import Round, State
 from commsched.optimizer.sharded_step import ShardedStep
@@ -483,9 +483,11 @@ class Session:
         events = self.backend.events()
         self._record_operations(events)
         now = self.round
-        self.planner.learn(events, self.plan, now.buffers.layout, now.joined, self.order, now.early_parts())
+        facts = self.plan, now.buffers.layout, self.order, now.early_parts()
+        observed = None if now.joined else self.planner.observed(events, *facts)
+        rows, source, seen = self._times_of_all(samples, "measured in this run", observed)
+        self.planner.learn(seen)
         model = self.planner.model
-        rows, source = self._samples_of_all(samples, "measured in this run")
         if not rows:
             warnings.warn(
                 "commsched could not time the forward of this model (no module's forward was seen before the"
@@ -496,19 +498,20 @@ class Session:
         else:
             profile = self._profile(rows, source)
         self._measure_next = bool(rows) and self.backend.watch().sees_waits
-        self._plan_for(profile)
-        if self.searches:
-            self.install(self.planner.meanwhile())
+        self._plan_for(profile, meanwhile=True)
 
-    def _plan_for(self, profile: Profile) -> None:
+    def _plan_for(self, profile: Profile, meanwhile: bool) -> None:
         self.profile = profile
-        self.searches = self.planner.begin(profile, self.order)
-        if not self.searches:
-            self._finish_plan()
+        plan, self.searches = self.planner.begin(profile, self.order, meanwhile)
+        if plan is not None:
+            (self.install if self.searches else self._use)(plan)
 
     def _finish_plan(self) -> None:
         self.searches, self.round.vote = False, 0
-        self._install_next(self.planner.finish())
+        self._use(self.planner.finish())
+
+    def _use(self, plan: Plan) -> None:
+        self._install_next(plan)
         if self._measure_next:
             self._measure_next, self._measuring = False, Measuring(alone=False)
             self._watch_next()
@@ -516,16 +519,20 @@ class Session:
     def _profile(self, rows: Sequence[Sample], source: str) -> Profile:
         return self.planner.model.profile(self.order, across_ranks(rows, self.order), source)
 
-    def _samples_of_all(self, samples: Sequence[Sample], how: str) -> tuple[list[Sample], str]:
-        """Return the times of each rank that has not joined, and what they are."""
+    def _times_of_all(
+        self, samples: Sequence[Sample], how: str, observed: Observed | None = None
+    ) -> tuple[list[Sample], str, list[Observed]]:
+        """Return the times of each rank that has any, what they are, and what ranks have observed."""
         mine = (combine(samples), spread(samples)) if samples else None
-        there = [row for row in self.backend.ranks.all_values(mine) if row is not None]
+        timed, seen = zip(*self.backend.ranks.all_values((mine, observed)), strict=True)
+        there = [row for row in timed if row is not None]
         widest = max((width for _, width in there), default=0.0)
-        return [row for row, _ in there], f"{how}, {SAMPLES} iterations whose compute varied by {widest:.0%}"
+        source = f"{how}, {SAMPLES} iterations whose compute varied by {widest:.0%}"
+        return [row for row, _ in there], source, [each for each in seen if each is not None]
 
     def _plan_again(self, samples: Sequence[Sample]) -> None:
         """Plan again from the times beside traffic, if they differ from those without."""
-        rows, source = self._samples_of_all(samples, "measured in this run, beside the traffic")
+        rows, source, _ = self._times_of_all(samples, "measured in this run, beside the traffic")
         if not rows or self.profile is None:
             return
         profile = self._profile(rows, source)
@@ -535,7 +542,7 @@ class Session:
             self._repeats -= 1
             self._start_measuring()
         elif abs(profile.compute / alone - 1) > SAME:
-            self._plan_for(profile)
+            self._plan_for(profile, meanwhile=False)
         else:
             self.plan = replace(self.plan, profile=profile)
             self.times.restart()

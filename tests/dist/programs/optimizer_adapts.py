@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from commsched.backends import cpu, interface
+from commsched.collectives import operations
 from commsched.optimizer import measuring, round as rounds
-from commsched.optimizer.session import SAMPLES, WARM_UP
+from commsched.optimizer.session import SAMPLES, WARM_UP, Session
 from scheduler.ir.profile import Profile
 from tests.support.cases import Me, case, main
 from tests.support.oracle import batch, release
@@ -264,6 +265,56 @@ def ranks_that_read_late_gradients_and_those_that_agree_do_not_wait_for_each_oth
     for _ in range(3):
         train(late=False)
     release(twin.optimizer)
+
+
+class Table(Stack):
+    """A stack after an embedding, whose gradient may travel by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.table(x.abs().mul(3).long() % 40).mean(1))
+
+
+@case(ranks=(2, 3))
+@only_pauses_take_time()
+def a_plan_takes_few_exchanges(me: Me) -> None:
+    """Each exchange takes several ways over the link, behind the gradients that are on theirs."""
+    started: list[str] = []
+    exchanges: dict[str, set[int]] = {}
+    start = operations._start
+
+    def noted(kind: str, *arguments: Any, **more: Any) -> int:
+        started.append(kind)
+        return start(kind, *arguments, **more)
+
+    def counted(name: str) -> Any:
+        function = getattr(Session, name)
+
+        def run(session: Session, *arguments: Any) -> None:
+            before = len(started)
+            function(session, *arguments)
+            exchanges.setdefault(name, set()).add(len(started) - before)
+
+        return patch.object(Session, name, run)
+
+    expected = {"_agree_on_order": 1, "_plan_from_samples": 2, "_finish_plan": 1, "_plan_again": 2}
+    with searching(0.1), patch.object(operations, "_start", noted), ExitStack() as counts:
+        for name in expected:
+            counts.enter_context(counted(name))
+        twin = Twin(me, Table, schedule="auto", planned=False, lag=0.0, transport="direct", row_sparse=True)
+        twin.model.pause, step = 0.01, 0
+        while "_plan_again" not in exchanges:
+            if "_finish_plan" in exchanges:
+                twin.model.pause = 0.011  # so another plan is made
+            train(twin, range(step, step + 1))
+            step += 1
+        train(twin, range(step, step + 3))
+        assert exchanges == {name: {number} for name, number in expected.items()}, exchanges
+        assert twin.optimizer._session.planner.model.rows
+        twin.end(must_have_waited=False)
 
 
 main(__name__)

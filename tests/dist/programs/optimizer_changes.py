@@ -289,7 +289,7 @@ def recording_a_timeline_does_not_change_the_plan(me: Me) -> None:
         try:
             twin = Twin(me, Branches, schedule="auto", planned=False, lag=0.0)
             link, seen = twin.optimizer._session.planner._timed_link, []
-            link.refined = lambda times: seen.extend(times) or link.link
+            link.refined = lambda by_rank: seen.extend(by_rank[me.rank]) or link.link
             for step in range(6):
                 twin.step(using(step))
         finally:

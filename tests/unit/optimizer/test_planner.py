@@ -4,11 +4,13 @@ import importlib
 import logging
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from commsched.errors import CommError
 from commsched.optimizer import planner
-from commsched.optimizer.planner import plan_in_child
+from commsched.optimizer.planner import Plan, Planner, plan_in_child
 from scheduler import policies, profiles
 from scheduler.ir.link import Link
 
@@ -82,3 +84,18 @@ def test_without_children_the_plan_is_made_here(monkeypatch, caplog):
         program = plan_in_child(PROFILE, LINK, "dear", {"ranks": 4})
     assert program.hash == policies.plan(PROFILE, LINK, "dear", ranks=4).hash
     assert "no/such/interpreter" in caplog.text
+
+
+def test_a_rank_that_reads_another_plan_than_rank_0_made_ends_the_job():
+    plan = Plan(policies.plan(PROFILE, LINK, "dear", ranks=2), PROFILE, LINK, ())
+    told, aborted = [plan, False, plan.program.hash], []
+    mine = Planner.__new__(Planner)
+    mine.ranks = SimpleNamespace(rank=1, share=lambda value: told)
+    mine.backend, mine.model = SimpleNamespace(abort=aborted.append), SimpleNamespace(sent_whole=lambda: None)
+    assert mine._agreed(None) == (plan, False) and not aborted
+    told[2] = "another"
+    with pytest.raises(
+        CommError, match=f"rank 1 has read plan {plan.program.hash}, but rank 0 has made another"
+    ) as error:
+        mine._agreed(None)
+    assert aborted == [str(error.value)], "the other ranks were not told"
