@@ -13,9 +13,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from scheduler.ir.actions import COLLECTIVE, COMPUTE, GRADIENTS, HALOS, RECVS, SENDS, Action, Kind, position
+from scheduler.ir.actions import (
+    COLLECTIVE,
+    COMPUTE,
+    GRADIENTS,
+    HALOS,
+    RECVS,
+    SENDS,
+    Action,
+    Kind,
+    position,
+    stage_of,
+)
 from scheduler.ir.buckets import check_cover
-from scheduler.ir.layout import Layout, stages_in
+from scheduler.ir.layout import Layout, far_stage, stages_in
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE, Program, buckets_of, live
@@ -441,8 +452,7 @@ def versions(program: Program, _: Profile | None) -> Iterator[Violation]:
                         where,
                     )
         for place, action in forwards.values():
-            assert action.stage is not None
-            known, where = first.setdefault(action.stage, (action, place))
+            known, where = first.setdefault(stage_of(action), (action, place))
             if (known.version or 0) != (action.version or 0):
                 yield violation(
                     "version",
@@ -516,12 +526,8 @@ def _queue(
 
 def _content(program: Program, action: Action) -> tuple[bool, int, int]:
     """The content of a message: output or input gradient, of which stage and micro-batch."""
-    assert action.stage is not None
-    layout, backward = program.layout, action.kind in (Kind.SENDB, Kind.RECVB)
-    if action.index >= layout.microbatches:
-        return backward, action.stage // layout.positions, action.index
-    received = {Kind.RECVF: -1, Kind.RECVB: 1}.get(action.kind, 0)
-    return backward, action.stage + received, action.index
+    stage = stage_of(action) if action.kind in SENDS else far_stage(action, program.layout)
+    return action.kind in (Kind.SENDB, Kind.RECVB), stage, action.index
 
 
 def memory(program: Program, profile: Profile | None) -> Iterator[Violation]:

@@ -31,8 +31,8 @@ from commsched.pipeline.rows import Share
 from commsched.pipeline.shares import Sampling
 from commsched.pipeline.stage import Head, Saved, Stage, Version, load_state
 from commsched.pipeline.update import Update
-from scheduler.ir.actions import RECVS, Action, Kind
-from scheduler.ir.layout import Layout, is_token
+from scheduler.ir.actions import SENT_AS, Action, Kind, peer_of, stage_of
+from scheduler.ir.layout import Layout, far_stage
 from scheduler.ir.program import LINK_LANE, RECV_LANE, Program
 
 # -- checkpoints, with micro-batches in flight ---------------------------------------------------------------
@@ -44,7 +44,6 @@ from scheduler.ir.program import LINK_LANE, RECV_LANE, Program
 _PROGRESS = ("link", "waiting", "tokens", "complete", "stepped", "forwards")  # of the interpreter
 CLASSES = (Action, Kind, Description, Leaf, Share)
 """Besides tensors and Python's own types, all that a checkpoint consists of: what loading it must allow."""
-_SENT = {Kind.RECVF: Kind.SENDF, Kind.RECVB: Kind.SENDB}
 
 
 class Running(Protocol):
@@ -117,13 +116,9 @@ def _under_way(pipeline: Running) -> list[Action]:
 
 def _sent(pipeline: Running, action: Action) -> Action:
     """The send in the peer's lane that a receive takes up."""
-    assert action.kind in RECVS and action.peer is not None and action.stage is not None
-    if is_token(action, pipeline.layout):
-        stage = action.stage // pipeline.layout.positions * pipeline.layout.positions
-    else:
-        stage = action.stage - 1 if action.kind is Kind.RECVF else action.stage + 1
-    wanted = (_SENT[action.kind], action.index, stage, pipeline.rank)
-    for sent in pipeline.program.kernel[action.peer][LINK_LANE]:
+    stage = far_stage(action, pipeline.layout)
+    wanted = (SENT_AS[action.kind], action.index, stage, pipeline.rank)
+    for sent in pipeline.program.kernel[peer_of(action)][LINK_LANE]:
         if (sent.kind, sent.index, sent.stage, sent.peer) == wanted:
             return sent
     raise ValueError(f"rank {action.peer} has no send for {action}")
@@ -231,12 +226,11 @@ def _reduce_again(pipeline: Running) -> None:
     interpreter = pipeline._interpreter
     waiting = {(action.stage, action.index, action.shift) for action in interpreter.waiting}
     for action in pipeline.program.kernel[pipeline.rank].get(LINK_LANE, ()):
-        if action.kind not in (Kind.RS, Kind.AR) or action.stage is None:
-            continue
-        number = action.stage
-        for period in range(interpreter.stepped[number] + 1, interpreter.complete[number] + 1):
-            if (number, action.index, period) not in waiting:
-                pipeline._updates[number].reduce(period, action.index)
+        if action.kind in (Kind.RS, Kind.AR):
+            number = stage_of(action)
+            for period in range(interpreter.stepped[number] + 1, interpreter.complete[number] + 1):
+                if (number, action.index, period) not in waiting:
+                    pipeline._updates[number].reduce(period, action.index)
 
 
 # -- the state of the whole model, which is spread over ranks ------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +31,8 @@ from commsched.pipeline.rows import (
 )
 from commsched.pipeline.shares import Shares, Terms
 from commsched.pipeline.stage import Head, Loss, Micro, Stage, flattened
-from scheduler.ir.actions import HALOS, Action, Kind
-from scheduler.ir.layout import Layout, is_token
+from scheduler.ir.actions import HALOS, TRANSFER, Action, Kind, peer_of, stage_of
+from scheduler.ir.layout import Layout, far_stage, is_token
 
 # -- exchange, on one rank or between two --------------------------------------------------------------------
 
@@ -66,9 +66,14 @@ class Exchange:
         self.layout, self.rank, self.stages = layout, fabric.rank, stages
         self.shares = Shares(layout, fabric, name)
         self.own_generator = fabric.own_generator and fabric.size > 1
-        # Each is needed several times for every micro-batch.
-        self.place: Callable[[int, int, int], tuple[int, int, int]] = cache(partial(_place_of, layout))
-        self.peers: Callable[[int, int, int], tuple[int, ...]] = cache(partial(_peers, layout, self.rank))
+        # Each is needed several times for every micro-batch: which range of its rows and which tile a rank
+        # has in a stage, of how many ranges; and the ranks of another stage that share a part with this one.
+        self.place: Callable[[int, int, int], tuple[int, int, int]] = cache(
+            lambda stage, rank, index: (*layout.place(stage, rank, index), layout.replicas(stage))
+        )
+        self.peers: Callable[[int, int, int], tuple[int, ...]] = cache(
+            lambda stage, other, index: tuple(layout.overlaps(stage, fabric.rank, other, index))
+        )
         divisions = {(layout.replicas(stage), layout.grid(stage)) for stage in range(layout.stages)}
         self._divides_alike = len(divisions) == 1
         # Gradients that are summed over ranks let messages go first, except where the program says otherwise.
@@ -121,18 +126,11 @@ class Exchange:
         """Whether an action of the link or recv lane has anything to do: messages without rows have not, and
         halos are exchanged by the operations of F and B themselves.
         """
-        if action.kind in HALOS:
-            return False
-        if action.kind in (Kind.SENDF, Kind.RECVB):
-            step = 1
-        elif action.kind in (Kind.SENDB, Kind.RECVF):
-            step = -1
-        else:
-            return True
-        if self._divides_alike or is_token(action, self.layout):
-            return True
+        if action.kind not in TRANSFER or self._divides_alike or is_token(action, self.layout):
+            return action.kind not in HALOS
         number, micro, peer = _place(action)
-        mine, its = self.rows(number, self.rank, micro), self.rows(number + step, peer, micro)
+        mine = self.rows(number, self.rank, micro)
+        its = self.rows(far_stage(action, self.layout), peer, micro)
         return max(mine[0], its[0]) < min(mine[1], its[1])
 
     # Towards the loss
@@ -249,15 +247,13 @@ class Exchange:
     def _coming_gradient(self, action: Action) -> Description | None:
         if is_token(action, self.layout):
             return _TOKEN
-        assert action.stage is not None and action.peer is not None
         known = self.to_come.get(_place(action))
-        return known or self.outbox.back(action.peer, self._shapes(action.stage, action))
+        return known or self.outbox.back(peer_of(action), self._shapes(stage_of(action), action))
 
     def _key(self, action: Action) -> Hashable:
         if action.kind is Kind.RECVB or is_token(action, self.layout):
             return None
-        assert action.stage is not None
-        return self._shapes(action.stage - 1, action)
+        return self._shapes(stage_of(action) - 1, action)
 
     def _shapes(self, stage: int, action: Action) -> Hashable:
         """A key that is equal where a stage's output has the same shapes between two ranks."""
@@ -279,20 +275,7 @@ class Exchange:
 
 
 def _place(action: Action) -> tuple[int, Micro, int]:
-    assert action.stage is not None and action.peer is not None
-    return action.stage, (action.index, action.shift), action.peer
-
-
-def _place_of(layout: Layout, stage: int, rank: int, index: int) -> tuple[int, int, int]:
-    """Which range of a micro-batch's rows and which tile a rank has in a stage, and how many ranges there
-    are.
-    """
-    return *layout.place(stage, rank, index), layout.replicas(stage)
-
-
-def _peers(layout: Layout, rank: int, stage: int, other: int, index: int) -> tuple[int, ...]:
-    """The ranks of stage ``other`` that exchange a part of a micro-batch with ``rank`` of ``stage``."""
-    return tuple(layout.overlaps(stage, rank, other, index))
+    return stage_of(action), (action.index, action.shift), peer_of(action)
 
 
 # -- the batches of the steps in flight: what the first and the last stage take of them ----------------------

@@ -21,11 +21,11 @@ from torch import Tensor
 from commsched.channels import Pending
 from commsched.errors import CommError
 from commsched.pipeline.exchange import Exchange, Inputs, tellers
-from commsched.pipeline.messages import Fabric, from_first, in_words, receive_object, send_object
+from commsched.pipeline.messages import Fabric, everyones, from_first, in_words
 from commsched.pipeline.random_state import drawing_at
 from commsched.pipeline.stage import Loss, Micro, Saved, Stage, Version
 from commsched.pipeline.update import Update
-from scheduler.ir.actions import Action, Kind, last_gradient, position
+from scheduler.ir.actions import Action, Kind, last_gradient, position, stage_of
 from scheduler.ir.layout import Layout, is_token
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE, Program, delays, reach, version
 
@@ -160,13 +160,13 @@ class Interpreter:
             self.tell(iteration)
 
     def _do(self, action: Action) -> None:
-        assert action.stage is not None
         if action.kind is Kind.F:
-            self._forward(action, action.stage)
+            self._forward(action, stage_of(action))
         elif action.kind is Kind.STEP:
-            self._step(action, action.stage)
+            self._collect(action)
+            self._update(action)
         else:
-            self._gradient(action, action.stage)
+            self._gradient(action, stage_of(action))
 
     # Computation
 
@@ -234,8 +234,8 @@ class Interpreter:
             self.link.popleft()
 
     def _start(self, action: Action) -> bool:
-        assert action.stage is not None
-        complete = self.complete[action.stage] >= action.shift
+        stage = stage_of(action)
+        complete = self.complete[stage] >= action.shift
         if is_token(action, self.layout):
             if complete:
                 self.exchange.send_token(action)
@@ -245,12 +245,12 @@ class Interpreter:
         if action.kind is Kind.SENDB:
             if complete and self.layout.placement == "eager":
                 # The program has its sums before it on the wire.
-                self._wait_reduced(action.stage)
+                self._wait_reduced(stage)
             return self.exchange.send_backward(action)
         if action.kind is Kind.AG:
-            if self.stepped[action.stage] < action.shift:
+            if self.stepped[stage] < action.shift:
                 return False
-            self.updates[action.stage].gather(action.index)
+            self.updates[stage].gather(action.index)
             return True
         if complete:
             self.waiting.append(action)
@@ -261,9 +261,9 @@ class Interpreter:
         """Starts reductions whose token has come; those of stage ``force`` wait for it."""
         left = []
         for action in self.waiting:
-            assert action.stage is not None
-            if self._has_token(action, action.stage, wait=action.stage == force):
-                self.updates[action.stage].reduce(action.shift, action.index)
+            stage = stage_of(action)
+            if self._has_token(action, stage, wait=stage == force):
+                self.updates[stage].reduce(action.shift, action.index)
             else:
                 left.append(action)
         self.waiting = left
@@ -283,31 +283,29 @@ class Interpreter:
 
     def _step_together(self, actions: list[Action]) -> None:
         """The steps of a period after all its compute."""
-        numbers = sorted((action.stage, action) for action in actions if action.stage is not None)
         if actions and self.ties is not None:
             self.ties(actions[0].shift)
         # In the same order on all ranks.
-        for number, action in numbers:
-            self._collect(action, number)
+        actions = sorted(actions, key=stage_of)
+        for action in actions:
+            self._collect(action)
         skip = self.clip is not None and self.clip()
-        for number, action in numbers:
-            self._update(action, number, skip)
-            for bucket in self.updates[number].numbers:
-                self.updates[number].gather(bucket)
+        for action in actions:
+            self._update(action, skip)
+            update = self.updates[stage_of(action)]
+            for bucket in update.numbers:
+                update.gather(bucket)
 
-    def _step(self, action: Action, number: int) -> None:
-        self._collect(action, number)
-        self._update(action, number)
-
-    def _collect(self, action: Action, number: int) -> None:
+    def _collect(self, action: Action) -> None:
         """Waits for the gradients of all replicas, which is no computation."""
+        number = stage_of(action)
         self._issue()
         self._release(force=number)
         self._wait_reduced(number)
         self.updates[number].collect(action.shift)
 
-    def _update(self, action: Action, number: int, skip: bool = False) -> None:
-        start = perf_counter()
+    def _update(self, action: Action, skip: bool = False) -> None:
+        number, start = stage_of(action), perf_counter()
         self.updates[number].step(action.shift, lambda v: self._needed(number, v), skip)
         self._note(action, start)
         self.stepped[number] = action.shift
@@ -384,17 +382,9 @@ class Evaluation:
 
     def count(self, count: Loss) -> Tensor:
         """The sum over that batch of what ``count`` returns, in the same order of ranks everywhere."""
-        mine, found = self._pass_forward(count), []
-        sent = []
-        if self.inputs.tells:
-            peers = [peer for peer in range(self._fabric.size) if peer != self.rank]
-            sent = [pending for peer in peers for pending in send_object(self._lane, peer, mine)]
-        for rank in tellers(self.layout):
-            found.append(mine if rank == self.rank else receive_object(self._lane, rank))
+        found = everyones(self._lane, self.rank, range(self._fabric.size), self._pass_forward(count))
         self._forget()
-        for pending in sent:
-            pending.wait()
-        return _sum([value for value in found if value is not None])
+        return _sum([found[rank] for rank in tellers(self.layout) if found[rank] is not None])
 
     @torch.no_grad()
     def _pass_forward(self, count: Loss | None) -> Tensor | None:
@@ -431,13 +421,11 @@ class Evaluation:
 
     def _comes(self, action: Action) -> bool:
         """Whether an action of the recv lane has rows in this batch."""
-        assert action.stage is not None
-        low, high = self.exchange.rows(action.stage, self.rank, (action.index, EVALUATED))
+        low, high = self.exchange.rows(stage_of(action), self.rank, (action.index, EVALUATED))
         return low < high and self.exchange.moves(action)
 
     def _forward(self, action: Action, count: Loss | None, counted: list[Tensor]) -> None:
-        assert action.stage is not None
-        number, micro, exchange = action.stage, (action.index, EVALUATED), self.exchange
+        number, micro, exchange = stage_of(action), (action.index, EVALUATED), self.exchange
         stage, (low, high) = self.stages[number], exchange.rows(number, self.rank, micro)
         if low == high:
             return

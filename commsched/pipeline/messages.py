@@ -23,7 +23,7 @@ from commsched.collectives.private_groups import connected, messages_between
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.pipeline.rows import CONSTANTS, UNCUT, Cuts
-from scheduler.ir.actions import Action, Kind
+from scheduler.ir.actions import Action, Kind, peer_of
 
 # -- carriers of messages, and transports for engines --------------------------------------------------------
 
@@ -411,7 +411,7 @@ class Outbox:
         cuts: Sequence[Cuts],
     ) -> Description:
         """Sends leaves; the description is of the gradients that will come back."""
-        peer, outline = _peer(action), _outline(leaves, grads)
+        peer, outline = peer_of(action), _outline(leaves, grads)
         if key not in self._known[peer]:
             described = Description.of(leaves, spec, grads, cuts)
             back = Description(None, tuple(leaf for leaf in described.leaves if leaf.grad))
@@ -430,7 +430,7 @@ class Outbox:
 
     def send(self, action: Action, leaves: Sequence[Any]) -> None:
         buffers = [to_host(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        peer = _peer(action)
+        peer = peer_of(action)
         try:
             self._sent[peer].append((action, self.lane.send(peer, buffers)))
         except CommError as error:
@@ -443,7 +443,7 @@ class Outbox:
 
     def answered(self, answer: Action) -> None:
         """A gradient came: its sender has the activations, and all that was sent to it before them."""
-        sent = self._sent[_peer(answer)]
+        sent = self._sent[peer_of(answer)]
         place = answer.stage, answer.index, answer.shift
         for number, (action, _) in reversed(list(enumerate(sent))):
             if action.kind is Kind.SENDF and (action.stage, action.index, action.shift) == place:
@@ -498,7 +498,7 @@ class Inbox:
 
     def expect(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            self._expected[_peer(action)].append(action)
+            self._expected[peer_of(action)].append(action)
 
     def pump(self) -> None:
         """Posts what can be posted."""
@@ -522,7 +522,7 @@ class Inbox:
 
     def take(self, action: Action) -> tuple[Description, list[Tensor]]:
         """The message, as soon as it is there; ``CommError`` after the time-out."""
-        peer, start = _peer(action), perf_counter()
+        peer, start = peer_of(action), perf_counter()
         try:
             while action not in self.arrived:
                 self._next(peer)
@@ -588,8 +588,3 @@ def _naming(action: Action, error: CommError) -> CommError:
     """The error, with the message that it concerns."""
     place = f"step {action.shift}, stage {action.stage}, micro-batch {action.index}"
     return CommError(f"{action} ({place}): {error}")
-
-
-def _peer(action: Action) -> int:
-    assert action.peer is not None
-    return action.peer

@@ -56,6 +56,7 @@ COLLECTIVE = frozenset({Kind.RS, Kind.AG, Kind.AR})
 SENDS = frozenset({Kind.SENDF, Kind.SENDB})
 RECVS = frozenset({Kind.RECVF, Kind.RECVB})
 TRANSFER = SENDS | RECVS
+SENT_AS = {Kind.RECVF: Kind.SENDF, Kind.RECVB: Kind.SENDB}
 HALOS = frozenset({Kind.HALO, Kind.HALOB})
 
 
@@ -100,6 +101,20 @@ class Action:
             "" if self.shift == 0 else f"{self.shift:+d}",
         ]
         return "".join(parts)
+
+
+def stage_of(action: Action) -> int:
+    """The stage of an action of a pipeline program."""
+    if action.stage is None:
+        raise ValueError(f"{action} names no stage; every action of a pipeline program does")
+    return action.stage
+
+
+def peer_of(action: Action) -> int:
+    """The rank at the other end of a message."""
+    if action.peer is None:
+        raise ValueError(f"{action} is no message: it names no peer")
+    return action.peer
 
 
 # Longest names first, or `SENDF` would be read as something shorter. Shifts and versions have few digits:

@@ -10,7 +10,7 @@ from itertools import accumulate, chain, product
 from math import prod
 from typing import NamedTuple
 
-from scheduler.ir.actions import Action, Kind
+from scheduler.ir.actions import Action, Kind, stage_of
 from scheduler.ir.inputs import Microbatches
 
 # -- layouts: which layers are a stage, which ranks hold it, and what it may keep ----------------------------
@@ -161,6 +161,13 @@ class Layout:
 def is_token(action: Action, layout: Layout) -> bool:
     """Whether a message carries no data but the news that a backward has ended."""
     return action.kind in (Kind.SENDF, Kind.RECVF) and action.index >= layout.microbatches
+
+
+def far_stage(action: Action, layout: Layout) -> int:
+    """The stage that data goes to or comes from; tokens come from the first stage of their group."""
+    if is_token(action, layout):
+        return stage_of(action) // layout.positions * layout.positions
+    return stage_of(action) + (1 if action.kind in (Kind.SENDF, Kind.RECVB) else -1)
 
 
 def stages_in(layout: Layout, layers: Iterable[int], total: int) -> set[int]:

@@ -5,8 +5,17 @@ from __future__ import annotations
 import heapq
 from collections.abc import Container, Iterator, Mapping, Sequence
 
-from scheduler.ir.actions import SENDS, Action, Kind, first_forward, first_use, last_gradient, position
-from scheduler.ir.layout import Layout, is_token
+from scheduler.ir.actions import (
+    SENDS,
+    Action,
+    Kind,
+    first_forward,
+    first_use,
+    last_gradient,
+    position,
+    stage_of,
+)
+from scheduler.ir.layout import Layout, far_stage, is_token
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE
 from scheduler.pipelines.schedules import Order
 
@@ -63,14 +72,9 @@ def _needs(orders: Sequence[Order], layout: Layout) -> dict[Action, set[Action]]
                 mine = Action(action.kind, action.index + first, action.stage)
                 needs[mine] = {newest[kind] for kind in waits[action.kind] if kind in newest}
                 newest[action.kind] = mine
+    data = {Kind.F: [(Kind.F, -1)], Kind.B: [(Kind.F, 0), (Kind.B, 1)], Kind.W: [(Kind.B, 0)]}
     for action in needs:
-        assert action.stage is not None
-        data = {
-            Kind.F: [(Kind.F, action.stage - 1)],
-            Kind.B: [(Kind.F, action.stage), (Kind.B, action.stage + 1)],
-            Kind.W: [(Kind.B, action.stage)],
-        }
-        before = (Action(kind, action.index, stage) for kind, stage in data[action.kind])
+        before = (Action(kind, action.index, stage_of(action) + step) for kind, step in data[action.kind])
         needs[action] |= {each for each in before if each in needs}
     return needs
 
@@ -123,7 +127,7 @@ def with_steps(order: Sequence[Action], relaxed: Container[int]) -> tuple[Action
     the middle of the gap, which leaves the RS before and the AG after it half of the slack each.
     """
     inserted: dict[int, list[Action]] = {}
-    for stage in sorted({action.stage for action in order if action.stage is not None}):
+    for stage in sorted({stage_of(action) for action in order}):
         last = position(order, last_gradient(order, stage))
         due = first_use(order, first_forward(order, stage))
         if due <= last:
@@ -203,20 +207,19 @@ class Traffic:
             if self.layout.placement != "eager":
                 yield from reduces
             if action.kind is Kind.STEP and self.layout.reduction == "scatter":
-                assert action.stage is not None
-                yield from self._collectives(Kind.AG, action.stage, action.shift)
+                yield from self._collectives(Kind.AG, stage_of(action), action.shift)
 
     def _send(self, rank: int, action: Action) -> Iterator[Action]:
-        assert action.stage is not None
-        if action.kind is Kind.F and action.stage + 1 < self.layout.stages:
-            kind, other = Kind.SENDF, action.stage + 1
-        elif action.kind is Kind.B and action.stage > 0:
-            kind, other = Kind.SENDB, action.stage - 1
+        stage = stage_of(action)
+        if action.kind is Kind.F and stage + 1 < self.layout.stages:
+            kind, other = Kind.SENDF, stage + 1
+        elif action.kind is Kind.B and stage > 0:
+            kind, other = Kind.SENDB, stage - 1
         else:
             return
-        for peer in self.layout.overlaps(action.stage, rank, other, action.index):
+        for peer in self.layout.overlaps(stage, rank, other, action.index):
             if peer != rank:
-                yield Action(kind, action.index, action.stage, peer=peer, shift=action.shift)
+                yield Action(kind, action.index, stage, peer=peer, shift=action.shift)
 
     def _collectives(self, kind: Kind, stage: int, shift: int) -> Iterator[Action]:
         if len(self.layout.members(stage)) > 1:
@@ -227,15 +230,15 @@ class Traffic:
 
     def _tokens(self, rank: int, action: Action) -> Iterator[Action]:
         """To the stages of the same group: that its first stage has ended its last backward."""
-        assert action.stage is not None
-        group, place = divmod(action.stage, self.layout.positions)
-        if self.layout.placement != "aligned" or place or self.layout.ranks[action.stage][0] != rank:
+        first = stage_of(action)
+        group, place = divmod(first, self.layout.positions)
+        if self.layout.placement != "aligned" or place or self.layout.ranks[first][0] != rank:
             return
-        for stage in range(action.stage + 1, action.stage + self.layout.positions):
+        for stage in range(first + 1, first + self.layout.positions):
             if len(self.layout.members(stage)) > 1:
                 for peer in self.layout.ranks[stage]:
                     index = self.layout.microbatches + group
-                    yield Action(Kind.SENDF, index, action.stage, peer=peer, shift=action.shift)
+                    yield Action(Kind.SENDF, index, first, peer=peer, shift=action.shift)
 
     def _receives(self, rank: int) -> tuple[Action, ...]:
         """The messages to this rank, in the order in which they are needed; from each peer in the order in
@@ -243,11 +246,7 @@ class Traffic:
         """
         by_peer = {peer: iter(actions) for peer, actions in self.sent[rank].items()}
         coming = [(peer, action) for peer, actions in self.sent[rank].items() for action in actions]
-        places = {
-            (action.kind, action.stage, action.index): place
-            for place, action in enumerate(self.compute[rank])
-            if action.stage is not None
-        }
+        places = {(a.kind, stage_of(a), a.index): place for place, a in enumerate(self.compute[rank])}
         needed = sorted(coming, key=lambda item: self._needed_at(rank, item[0], item[1], places))
         arriving = [(peer, next(by_peer[peer])) for peer, _ in needed]
         return tuple(
@@ -256,11 +255,10 @@ class Traffic:
         )
 
     def _receiver(self, rank: int, sent: Action) -> int:
-        assert sent.stage is not None
+        other = far_stage(sent, self.layout)
         if is_token(sent, self.layout):
-            here = sent.stage // self.layout.positions
-            return next(s for s in self.layout.held_by(rank) if s // self.layout.positions == here)
-        return sent.stage + (1 if sent.kind is Kind.SENDF else -1)
+            return next(s for s in self.layout.held_by(rank) if other <= s < other + self.layout.positions)
+        return other
 
     def _needed_at(self, rank: int, peer: int, sent: Action, places: Mapping[Key, int]) -> int:
         """``places``: where in the rank's compute lane each action stands."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scheduler.ir.actions import COLLECTIVE, HALOS, RECVS, Action, Kind
-from scheduler.ir.layout import Layout, is_token
+from scheduler.ir.actions import COLLECTIVE, HALOS, RECVS, Action, Kind, peer_of, stage_of
+from scheduler.ir.layout import Layout, far_stage, is_token
 from scheduler.ir.link import Cluster, Links, named_link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, Program, moments, settled, unroll
@@ -121,9 +121,8 @@ class Durations:
             return named_link(self.wires, LINK_LANE).cost(action.kind, size)
         if action.kind in RECVS:
             return 0.0
-        assert action.peer is not None
         if isinstance(self.wires, Cluster):
-            return self.wires.message(rank, action.peer, self._message(rank, action))
+            return self.wires.message(rank, peer_of(action), self._message(rank, action))
         return named_link(self.wires, SEND_LANE, LINK_LANE).cost(Kind.RS, self._message(rank, action))
 
     def _exposed_halos(self, rank: int, action: Action, parts: int) -> float:
@@ -149,19 +148,11 @@ class Durations:
 
     def _message(self, rank: int, action: Action) -> float:
         """Bytes of a message between stages."""
-        assert action.stage is not None and action.peer is not None
         if is_token(action, self.layout):
             return 0.0
-        other = action.stage + (1 if action.kind is Kind.SENDF else -1)
-        size = self.stages[action.stage].outputs if other > action.stage else self.stages[action.stage].inputs
-        return size * self.layout.overlaps(action.stage, rank, other, action.index).get(action.peer, 0.0)
-
-
-def stage_of(action: Action) -> int:
-    """The stage of an action of a pipeline program."""
-    if action.stage is None:
-        raise ValueError(f"{action} names no stage; every action of a pipeline program does")
-    return action.stage
+        number, other = stage_of(action), far_stage(action, self.layout)
+        size = self.stages[number].outputs if other > number else self.stages[number].inputs
+        return size * self.layout.overlaps(number, rank, other, action.index).get(peer_of(action), 0.0)
 
 
 # -- peak memory of a program, derived from its compute order ------------------------------------------------

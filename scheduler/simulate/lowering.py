@@ -11,17 +11,20 @@ from scheduler.ir.actions import (
     COLLECTIVE,
     HALOS,
     SENDS,
+    SENT_AS,
     TRANSFER,
     Action,
     Kind,
     first_forward,
     last_gradient,
+    peer_of,
+    stage_of,
 )
-from scheduler.ir.layout import is_token
+from scheduler.ir.layout import far_stage, is_token
 from scheduler.ir.link import Links, Occupancy, named_link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE, Lanes, Program, buckets_of
-from scheduler.simulate.costs import SEND_LANE, Durations, Wires, stage_of
+from scheduler.simulate.costs import SEND_LANE, Durations, Wires
 from scheduler.simulate.task_graph import (
     COMPUTE,
     EVERY_RANK,
@@ -264,11 +267,10 @@ class _PipelineLowering:
         """How a backward divides among its buckets, in the order in which it fills them; a forward needs them
         the other way round.
         """
-        assert action.stage is not None
-        eager = self.layout.placement == "eager" and action.kind is Kind.F
-        if len(self.layout.members(action.stage)) == 1 or eager or self.layout.reduction == "masters":
+        stage, eager = stage_of(action), self.layout.placement == "eager" and action.kind is Kind.F
+        if len(self.layout.members(stage)) == 1 or eager or self.layout.reduction == "masters":
             return [1.0]
-        sizes = [self.program.buckets[bucket].bytes for bucket in self.buckets[action.stage]]
+        sizes = [self.program.buckets[bucket].bytes for bucket in self.buckets[stage]]
         total = sum(sizes)
         weights = [size / total for size in sizes] or [1.0]
         return weights[::-1] if action.kind is Kind.F else weights
@@ -399,18 +401,13 @@ class _PipelineLowering:
 
     def _sent(self, rank: int, action: Action) -> Name:
         """The computation whose result a send sends, or the send that a receive takes up."""
-        stage, peer = stage_of(action), action.peer
-        assert peer is not None
-        if is_token(action, self.layout) and action.kind in SENDS:
-            return self._last_gradient(rank, stage)
-        if action.kind in SENDS:
-            return (rank, Kind.F if action.kind is Kind.SENDF else Kind.B, stage, action.index, -1)
+        if action.kind in SENT_AS:
+            sender = far_stage(action, self.layout)
+            return peer_of(action), SENT_AS[action.kind], sender, action.index, rank
         if is_token(action, self.layout):
-            first = stage // self.layout.positions * self.layout.positions
-            return (peer, Kind.SENDF, first, action.index, rank)
-        if action.kind is Kind.RECVF:
-            return (peer, Kind.SENDF, stage - 1, action.index, rank)
-        return (peer, Kind.SENDB, stage + 1, action.index, rank)
+            return self._last_gradient(rank, stage_of(action))
+        kind = Kind.F if action.kind is Kind.SENDF else Kind.B
+        return rank, kind, stage_of(action), action.index, -1
 
     def _gradient_ready(self, rank: int, action: Action) -> None:
         stage = stage_of(action)
