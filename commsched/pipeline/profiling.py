@@ -18,7 +18,7 @@ from commsched.collectives.compression import Compression
 from commsched.pipeline.build import checked_wire
 from commsched.pipeline.chain import Chain, ListStage
 from commsched.pipeline.factory import keep_freed_memory
-from commsched.pipeline.messages import Fabric, Lane, from_first, receive_object, send_object
+from commsched.pipeline.messages import Fabric, Lane, everyones, from_first, receive_object, send_object
 from commsched.pipeline.reduction import ReplicaBuckets, StageRanks
 from commsched.pipeline.rows import cut, on_device, rows_of, tensors
 from commsched.pipeline.stage import GradientTypes, Loss, Stage
@@ -265,11 +265,7 @@ class _Load:
 
     def meet(self) -> None:
         """Returns once every rank is here."""
-        peers = [peer for peer in range(self.size) if peer != self.rank]
-        here = [self.lane.send(peer, [torch.zeros(1)]) for peer in peers]
-        here += [self.lane.receive(peer, [torch.empty(1)]) for peer in peers]
-        for pending in here:
-            pending.wait()
+        everyones(self.lane, self.rank, range(self.size), None)
 
     def beside(self, period: int, rounds: int) -> float:
         """Seconds of twice so many rounds, the first beside RS and the second beside AG."""

@@ -23,7 +23,7 @@ from commsched.optimizer.buckets import Buffers, build_layout
 from commsched.optimizer.gradient import OptimizerState, Residuals
 from commsched.optimizer.planner import BLOCK
 from commsched.optimizer.sharded_step import ShardView
-from commsched.pipeline.messages import Lane, everyones, receive_tree, send_tree, to_host
+from commsched.pipeline.messages import Lane, everyones, from_first, receive_tree, send_tree, to_host
 from commsched.pipeline.stage import Stage, Version
 from scheduler.ir.buckets import Bucket, Piece
 from scheduler.ir.program import Program, delays
@@ -428,13 +428,8 @@ def share_ties(ties: Sequence[Tie], stages: Mapping[int, Stage], lane: Lane, ran
     """
     for tie in ties:
         copies = [stages[number].versions.newest.leaves[place].data for number, place in tie.mine]
-        if rank == tie.first:
-            value = to_host(copies[0])
-            for sent in [lane.send(peer, [value]) for peer in tie.ranks if peer != rank]:
-                sent.wait()
-        else:
-            value = torch.empty(copies[0].shape, dtype=copies[0].dtype)
-            lane.receive(tie.first, [value]).wait()
+        others = [peer for peer in tie.ranks if peer != tie.first]
+        value = from_first(lane, rank, [tie.first, *others], copies[0])
         for copy in copies:
             copy.copy_(value)
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -199,7 +200,8 @@ class Stage:
         leaves = saved.leaves if tiled is None else tiled.enter(saved.leaves, saved.cuts)
         module = self.module if tiled is None else tiled.module
         before = [(values[key], values[key]._version) for _, values, key in self._shared]
-        output = module(*_unflattened(leaves, saved.spec))
+        spec = saved.spec
+        output = module(*(leaves if _is_flat(spec, len(leaves)) else tree_unflatten(leaves, spec)))
         for (name, values, key), (tensor, version) in zip(self._shared, before, strict=True):
             if values[key] is not tensor or tensor._version != version:
                 raise writes_shared(name)
@@ -223,18 +225,14 @@ class Stage:
             leaves, self.output_cuts = tiled.leave(leaves)
         return leaves
 
-    @property
-    def differentiable(self) -> bool:
-        """Whether anything in this stage can have a gradient."""
-        return bool(self.versions.names)
-
     def needs_grad(self, leaves: list[Any], inputs: list[Any]) -> list[bool]:
         """Which outputs have a gradient. Without a graph (recomputation) all that can have one."""
         if not self.recompute:
             return [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        possible = self.differentiable or any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+        possible = self.versions.names or any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
         return [
-            possible and isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves
+            bool(possible and isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()))
+            for x in leaves
         ]
 
     # Backward
@@ -375,10 +373,6 @@ def _is_flat(spec: Any, count: int) -> bool:
     return spec is not None and spec.type is tuple and spec.num_nodes == spec.num_children + 1 == count + 1
 
 
-def _unflattened(leaves: list[Any], spec: Any) -> Any:
-    return leaves if _is_flat(spec, len(leaves)) else tree_unflatten(leaves, spec)
-
-
 def flattened(output: Any, last: Any) -> tuple[list[Any], Any]:
     """Leaves and structure; ``last`` was that of the one before."""
     if type(output) is tuple and _is_flat(last, len(output)) and all(isinstance(x, Tensor) for x in output):
@@ -500,7 +494,8 @@ class Versions:
             self._free.append(self.live.pop(number).leaves)
         old = self.newest
         if needed(old.number):
-            leaves = self._free.pop() if self._free else [_like(leaf) for leaf in old.leaves]
+            made = (nn.Parameter(torch.empty_like(leaf)) for leaf in old.leaves)
+            leaves = self._free.pop() if self._free else list(made)
             new = Version(old.number + 1, leaves)
             if leaves:
                 torch._foreach_copy_(new.data, old.data)
@@ -516,10 +511,6 @@ class Versions:
         self.live = {number: self.newest}
         self.newest.number = number
         self.use(self.newest)
-
-
-def _like(leaf: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(leaf))
 
 
 # -- a backward in two halves (zero bubble) ------------------------------------------------------------------
@@ -545,7 +536,7 @@ def split_backward(
     if joints is None:
         return _whole_backward_later(outputs, grads, inputs, parameters)
     arrived: dict[Node, Any] = {}
-    hooks = [joint.register_prehook(_keeper(arrived, joint)) for joint in joints]
+    hooks = [joint.register_prehook(partial(arrived.__setitem__, joint)) for joint in joints]
     try:
         found = torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
     finally:
@@ -598,13 +589,6 @@ def _owned(found: Sequence[Tensor | None], others: Sequence[Tensor]) -> Grads:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
-
-
-def _keeper(arrived: dict[Node, Any], joint: Node) -> Callable[[Any], None]:
-    def keep(grads: Any) -> None:
-        arrived[joint] = grads
-
-    return keep
 
 
 def _joints(
