@@ -51,8 +51,8 @@ def violations(program: Program, profile: Profile | None = None) -> list[Violati
     """The first ``MOST`` violations of the first group of rules that the program breaks."""
     rules = DATA_PARALLEL_RULES if program.pipeline is None else PIPELINE_RULES
     for group in rules:
-        every = (violation for rule in group for violation in rule(program, profile))
-        if broken := list(islice(every, MOST)):
+        found = ((name, *each) for name, rule in group for each in rule(program, profile))
+        if broken := [Violation(name, what, frozenset(where)) for name, what, where in islice(found, MOST)]:
             return broken
     return []
 
@@ -75,8 +75,10 @@ class Violation:
     places: frozenset[Place] = frozenset()
 
 
-Rule = Callable[[Program, Profile | None], Iterator[Violation]]
-RuleSet = Sequence[Sequence[Rule]]
+Broken = tuple[str, Sequence[Place]]
+"""What is wrong, and where."""
+Rule = Callable[[Program, Profile | None], Iterator[Broken]]
+RuleSet = Sequence[Sequence[tuple[str, Rule]]]
 """Groups of rules. Rule groups after the first failing one are skipped, because their rules rely on it."""
 
 
@@ -95,10 +97,6 @@ def placed(program: Program, rank: int, only: str | None = None) -> Iterator[tup
         if only is None or lane == only:
             for number, action in enumerate(actions):
                 yield (rank, lane, number), action
-
-
-def violation(rule: str, message: str, *places: Place) -> Violation:
-    return Violation(rule, message, frozenset(places))
 
 
 def grid(program: Program, marked: Iterable[Place] = ()) -> str:
@@ -133,17 +131,14 @@ def _row(rank: int, lane: str, actions: tuple[Action, ...], marks: set[Place], c
 # nothing waits for itself.
 
 
-def model(program: Program, profile: Profile | None) -> Iterator[Violation]:
+def model(program: Program, profile: Profile | None) -> Iterator[Broken]:
     """The program is for a model of these layers."""
     if profile is not None and program.layers != len(profile.layers):
-        yield Violation(
-            "model",
-            f"the plan is for a model of {program.layers} layers, profile {profile.name!r} has"
-            f" {len(profile.layers)}",
-        )
+        theirs = f"profile {profile.name!r} has {len(profile.layers)}"
+        yield f"the plan is for a model of {program.layers} layers, {theirs}", ()
 
 
-def cover(program: Program, profile: Profile | None) -> Iterator[Violation]:
+def cover(program: Program, profile: Profile | None) -> Iterator[Broken]:
     """Every gradient byte stands in one bucket, and a bucket holds layers of one group."""
     groups = None if profile is None else [layer.group for layer in profile.layers]
     if profile is None:
@@ -159,7 +154,7 @@ def cover(program: Program, profile: Profile | None) -> Iterator[Violation]:
     try:
         check_cover(program.buckets, sizes, groups)
     except ValueError as error:
-        yield Violation("cover", str(error))
+        yield str(error), ()
 
 
 def once(
@@ -171,25 +166,22 @@ def once(
     other; ``lanes`` names the lane of each kind of action.
     """
 
-    def rule(program: Program, _: Profile | None) -> Iterator[Violation]:
+    def rule(program: Program, _: Profile | None) -> Iterator[Broken]:
         for rank in range(len(program.kernel)):
             places: dict[Action, list[Place]] = {}
             for place, action in placed(program, rank):
                 places.setdefault(bare(action), []).append(place)
                 if lanes is not None and action.kind not in lanes.get(place[1], frozenset()):
-                    yield violation("once", f"{action} does not belong in lane {place[1]!r}", place)
+                    yield f"{action} does not belong in lane {place[1]!r}", [place]
             needed = wanted(program, rank)
             known = needed | allowed(program, rank)
             for action in sorted(needed - set(places), key=str):
-                yield Violation("once", f"rank {rank} never does {action}; every period needs it once")
+                yield f"rank {rank} never does {action}; every period needs it once", ()
             for action, where in places.items():
                 if action not in known:
-                    message = f"{action} does not belong to rank {rank} of this program"
-                    yield violation("once", message, *where)
+                    yield f"{action} does not belong to rank {rank} of this program", where
                 elif len(where) > 1:
-                    yield violation(
-                        "once", f"{action} stands {len(where)} times; a period does it once", *where
-                    )
+                    yield f"{action} stands {len(where)} times; a period does it once", where
 
     return rule
 
@@ -199,7 +191,7 @@ def bare(action: Action) -> Action:
     return Action(action.kind, action.index, action.stage, peer=action.peer)
 
 
-def reduce_before_gather(program: Program, _: Profile | None) -> Iterator[Violation]:
+def reduce_before_gather(program: Program, _: Profile | None) -> Iterator[Broken]:
     """RS before AG of the same bucket, in each lane."""
     for rank, lanes in enumerate(program.kernel):
         for lane, order in lanes.items():
@@ -207,12 +199,8 @@ def reduce_before_gather(program: Program, _: Profile | None) -> Iterator[Violat
             for place, action in enumerate(order):
                 rs = reduced.get(action.index)
                 if action.kind is Kind.AG and rs is not None and position(order, rs) > position(order, place):
-                    yield violation(
-                        "order",
-                        f"{action} stands before {order[rs]} and gathers what is not reduced yet",
-                        (rank, lane, place),
-                        (rank, lane, rs),
-                    )
+                    message = f"{action} stands before {order[rs]} and gathers what is not reduced yet"
+                    yield message, [(rank, lane, place), (rank, lane, rs)]
 
 
 Group = tuple[Sequence[int], frozenset[int] | None]
@@ -222,7 +210,7 @@ Group = tuple[Sequence[int], frozenset[int] | None]
 def one_order(groups: Callable[[Program], Iterable[Group]]) -> Rule:
     """A rule: the ranks of each group run their collectives in the same order, lane by lane."""
 
-    def rule(program: Program, _: Profile | None) -> Iterator[Violation]:
+    def rule(program: Program, _: Profile | None) -> Iterator[Broken]:
         for (first, *others), stages in groups(program):
             for rank in others:
                 for lane in {**program.kernel[first], **program.kernel[rank]}:
@@ -233,23 +221,17 @@ def one_order(groups: Callable[[Program], Iterable[Group]]) -> Rule:
 
 def _same_order(
     program: Program, lane: str, first: int, rank: int, stages: frozenset[int] | None
-) -> Iterator[Violation]:
+) -> Iterator[Broken]:
     theirs, mine = (_collectives(program, each, lane, stages) for each in (first, rank))
     for number, ((where, one), (place, other)) in enumerate(zip(theirs, mine, strict=False)):
         if one != other:
-            yield violation(
-                "one order",
-                f"collective {number} of lane {lane!r} is {one} on rank {first} and {other} on rank {rank};"
-                " the ranks of a group must have one order",
-                where,
-                place,
-            )
+            which = f"is {one} on rank {first} and {other} on rank {rank}"
+            must = "the ranks of a group must have one order"
+            yield f"collective {number} of lane {lane!r} {which}; {must}", [where, place]
             return
     if len(mine) != len(theirs):
-        yield Violation(
-            "one order",
-            f"lane {lane!r} has {len(theirs)} collectives on rank {first}, {len(mine)} on rank {rank}",
-        )
+        counts = f"{len(theirs)} collectives on rank {first}, {len(mine)} on rank {rank}"
+        yield f"lane {lane!r} has {counts}", ()
 
 
 def _collectives(
@@ -262,14 +244,14 @@ def _collectives(
     ]
 
 
-def deadlock(program: Program, profile: Profile | None) -> Iterator[Violation]:
+def deadlock(program: Program, profile: Profile | None) -> Iterator[Broken]:
     """No action waits for itself, directly or through others."""
     if profile is None:
         profile = Profile("any", tuple(Layer(str(layer), 0.0, 0.0, 0) for layer in range(program.layers)))
     try:
         graph = lower(program, profile, Link(0.0, 0.0), len(program.kernel))
     except ValueError as error:
-        yield Violation("deadlock", str(error))
+        yield str(error), ()
         return
     stuck = {graph.tasks[task] for task in graph.stuck()}
     if not stuck:
@@ -282,9 +264,7 @@ def deadlock(program: Program, profile: Profile | None) -> Iterator[Violation]:
         if not waiting.isdisjoint({(rank, place[1], action), (EVERY_RANK, place[1], action)})
     ]
     some = ", ".join(sorted(map(str, stuck))[:8])
-    yield violation(
-        "deadlock", f"{len(places)} actions wait for each other and can never run: {some}", *places
-    )
+    yield f"{len(places)} actions wait for each other and can never run: {some}", places
 
 
 # -- the rules of a data-parallel step -----------------------------------------------------------------------
@@ -305,49 +285,45 @@ def _allowed(program: Program, _: int) -> set[Action]:
     return {Action(Kind.UPDATE, bucket) for bucket in range(len(program.buckets))}
 
 
-def sharded(program: Program, _: Profile | None) -> Iterator[Violation]:
+def sharded(program: Program, _: Profile | None) -> Iterator[Broken]:
     """With gather="parameters" no bucket is all-reduced."""
     if program.gather != "parameters":
         return
     for rank in range(len(program.kernel)):
         for place, action in placed(program, rank):
             if action.kind is Kind.AR:
-                yield violation(
-                    "once",
-                    f"{action} gathers gradients; a program that gathers parameters needs RS{action.index}"
-                    f" and AG{action.index}",
-                    place,
-                )
+                needs = f"a program that gathers parameters needs RS{action.index} and AG{action.index}"
+                yield f"{action} gathers gradients; {needs}", [place]
 
 
-def step(program: Program, _: Profile | None) -> Iterator[Violation]:
+def step(program: Program, _: Profile | None) -> Iterator[Broken]:
     """With gather="parameters" and without ``early_step``, every AG comes after the last RS."""
     if program.gather != "parameters" or program.early_step:
         return
     for rank, lanes in enumerate(program.kernel):
         for lane, order in lanes.items():
             reduces = [place for place, action in enumerate(order) if action.kind is Kind.RS]
-            last = max(reduces, key=lambda place: position(order, place), default=None)
+            if not reduces:
+                continue
+            last = max(reduces, key=lambda place: position(order, place))
             for place, action in enumerate(order):
-                if (
-                    action.kind is Kind.AG
-                    and last is not None
-                    and position(order, place) < position(order, last)
-                ):
-                    yield violation(
-                        "step",
+                if action.kind is Kind.AG and position(order, place) < position(order, last):
+                    message = (
                         f"{action} gathers updated parameters before the last RS; the step may need every"
-                        " gradient (clipping, loss scale): move it after that RS, or allow early_step",
-                        (rank, lane, place),
-                        (rank, lane, last),
+                        " gradient (clipping, loss scale): move it after that RS, or allow early_step"
                     )
+                    yield message, [(rank, lane, place), (rank, lane, last)]
 
 
 DATA_PARALLEL_RULES: RuleSet = (
-    (cover, model),
-    (sharded, once(_wanted, _allowed)),
-    (reduce_before_gather, step, one_order(lambda program: [(range(len(program.kernel)), None)])),
-    (deadlock,),
+    (("cover", cover), ("model", model)),
+    (("once", sharded), ("once", once(_wanted, _allowed))),
+    (
+        ("order", reduce_before_gather),
+        ("step", step),
+        ("one order", one_order(lambda program: [(range(len(program.kernel)), None)])),
+    ),
+    (("deadlock", deadlock),),
 )
 
 
@@ -361,23 +337,18 @@ DATA_PARALLEL_RULES: RuleSet = (
 LANES = {COMPUTE_LANE: COMPUTE | {Kind.STEP}, LINK_LANE: SENDS | COLLECTIVE | HALOS, RECV_LANE: RECVS}
 
 
-def fits_layout(program: Program, profile: Profile | None) -> Iterator[Violation]:
+def fits_layout(program: Program, profile: Profile | None) -> Iterator[Broken]:
     """Ranks, stages and buckets fit together."""
     layout = program.layout
     if program.ranks != layout.world or len(program.kernel) != layout.world:
-        yield Violation(
-            "layout",
-            f"the layout has {layout.world} ranks, the program {program.ranks}"
-            f" with {len(program.kernel)} kernels",
-        )
+        has = f"the program {program.ranks} with {len(program.kernel)} kernels"
+        yield f"the layout has {layout.world} ranks, {has}", ()
     if layout.cuts[-1] >= program.layers:
-        yield Violation(
-            "layout", f"the last stage starts at layer {layout.cuts[-1]} of {program.layers} layers"
-        )
+        yield f"the last stage starts at layer {layout.cuts[-1]} of {program.layers} layers", ()
         return
     for number, bucket in enumerate(program.buckets):
         if len(stages_in(layout, bucket.layers, program.layers)) > 1:
-            yield Violation("layout", f"bucket {number} holds layers of several stages: {bucket.layers}")
+            yield f"bucket {number} holds layers of several stages: {bucket.layers}", ()
 
 
 def wanted(program: Program, rank: int) -> set[Action]:
@@ -401,10 +372,7 @@ def wanted(program: Program, rank: int) -> set[Action]:
 
 
 def _messages(layout: Layout, rank: int, stage: int, index: int) -> Iterator[Action]:
-    for other, sent, received in (
-        (stage + 1, Kind.SENDF, Kind.RECVB),
-        (stage - 1, Kind.SENDB, Kind.RECVF),
-    ):
+    for other, sent, received in ((stage + 1, Kind.SENDF, Kind.RECVB), (stage - 1, Kind.SENDB, Kind.RECVF)):
         if 0 <= other < layout.stages:
             for peer in layout.overlaps(stage, rank, other, index):
                 if peer != rank:
@@ -426,44 +394,26 @@ def _tokens(layout: Layout, rank: int, stage: int) -> Iterator[Action]:
                     yield Action(Kind.SENDF, index, stage, peer=peer)
 
 
-def versions(program: Program, _: Profile | None) -> Iterator[Violation]:
+def versions(program: Program, _: Profile | None) -> Iterator[Broken]:
     """A backward sees its forward's version; a period's micro-batches and a stage's replicas one version."""
     first: dict[int, tuple[Action, Place]] = {}
     for rank in range(len(program.kernel)):
-        compute = [
-            (place, action)
-            for place, action in placed(program, rank, COMPUTE_LANE)
-            if action.stage is not None
-        ]
-        forwards = {
-            (action.stage, action.index): (place, action)
-            for place, action in compute
-            if action.kind is Kind.F
-        }
+        compute = list(placed(program, rank, COMPUTE_LANE))
+        forwards = {(a.stage, a.index): (place, a) for place, a in compute if a.kind is Kind.F}
         for place, action in compute:
             if action.kind in GRADIENTS:
                 where, forward = forwards[action.stage, action.index]
                 if (forward.version or 0) != (action.version or 0):
-                    yield violation(
-                        "version",
-                        f"{action} sees other weights than its forward {forward}: a backward must see the"
-                        " version of its forward",
-                        place,
-                        where,
-                    )
+                    message = f"{action} sees other weights than its forward {forward}"
+                    yield f"{message}: a backward must see the version of its forward", [place, where]
         for place, action in forwards.values():
             known, where = first.setdefault(stage_of(action), (action, place))
             if (known.version or 0) != (action.version or 0):
-                yield violation(
-                    "version",
-                    f"{action} of rank {place[0]} and {known} of rank {where[0]} feed one step with gradients"
-                    " of two versions",
-                    place,
-                    where,
-                )
+                both = f"{action} of rank {place[0]} and {known} of rank {where[0]}"
+                yield f"{both} feed one step with gradients of two versions", [place, where]
 
 
-def order(program: Program, _: Profile | None) -> Iterator[Violation]:
+def order(program: Program, _: Profile | None) -> Iterator[Broken]:
     """The gradient before STEP, STEP before the forwards that use its version; RS before AG."""
     for rank, lanes in enumerate(program.kernel):
         compute = lanes[COMPUTE_LANE]
@@ -472,26 +422,15 @@ def order(program: Program, _: Profile | None) -> Iterator[Violation]:
             step = steps.get(action.stage, place)
             here, there = (rank, COMPUTE_LANE, place), (rank, COMPUTE_LANE, step)
             if action.kind in GRADIENTS and position(compute, place) > position(compute, step):
-                message = f"{compute[step]} stands before {action}, which it needs"
-                yield violation("order", message, here, there)
+                yield f"{compute[step]} stands before {action}, which it needs", [here, there]
             if action.kind is Kind.F:
-                made = position(compute, step, (action.version or 0) - 1)
-                if made > position(compute, place):
-                    yield violation(
-                        "order",
-                        f"{action} uses a version that {compute[step]} makes only later; its version must be"
-                        f" at most {_newest(compute, place, step)}",
-                        here,
-                        there,
-                    )
+                newest = (position(compute, place) - position(compute, step)) // len(compute) + 1
+                if (action.version or 0) > newest:  # relative to its period
+                    message = f"{action} uses a version that {compute[step]} makes only later"
+                    yield f"{message}; its version must be at most {newest}", [here, there]
 
 
-def _newest(compute: tuple[Action, ...], place: int, step: int) -> int:
-    """The newest version, relative to its period, that the forward at ``place`` can have."""
-    return (position(compute, place) - position(compute, step)) // len(compute) + 1
-
-
-def messages(program: Program, _: Profile | None) -> Iterator[Violation]:
+def messages(program: Program, _: Profile | None) -> Iterator[Broken]:
     """From one rank to another, messages arrive in the order in which they are sent."""
     layout = program.layout
     for sender in range(layout.world):
@@ -504,13 +443,9 @@ def messages(program: Program, _: Profile | None) -> Iterator[Violation]:
             odd = [number for number, gap in enumerate(gaps) if gap != usual]
             if odd:
                 (one, at), (other, there) = sent[odd[0]][1:], received[odd[0]][1:]
-                yield violation(
-                    "messages",
-                    f"rank {sender} sends {one} in another order than rank {receiver} receives {other}; a"
-                    " wire delivers messages in the order in which they are sent",
-                    at,
-                    there,
-                )
+                message = f"rank {sender} sends {one} in another order than rank {receiver} receives {other}"
+                why = "a wire delivers messages in the order in which they are sent"
+                yield f"{message}; {why}", [at, there]
 
 
 def _queue(
@@ -530,7 +465,7 @@ def _content(program: Program, action: Action) -> tuple[bool, int, int]:
     return action.kind in (Kind.SENDB, Kind.RECVB), stage, action.index
 
 
-def memory(program: Program, profile: Profile | None) -> Iterator[Violation]:
+def memory(program: Program, profile: Profile | None) -> Iterator[Broken]:
     """Versions, activations and bytes stay within what the layout declares."""
     layout = program.layout
     versions, activations = live(program)
@@ -540,15 +475,12 @@ def memory(program: Program, profile: Profile | None) -> Iterator[Violation]:
     ):
         for stage, (needs, allowed) in enumerate(zip(found, declared, strict=True)):
             if needs > allowed:
-                yield Violation(
-                    "memory", f"stage {stage} keeps {needs} {what} at once, {allowed} are declared"
-                )
+                yield f"stage {stage} keeps {needs} {what} at once, {allowed} are declared", ()
     if profile is not None and layout.memory is not None:
-        for rank, (needs, allowed) in enumerate(
-            zip(memory_by_rank(program, profile), layout.memory, strict=True)
-        ):
+        both = zip(memory_by_rank(program, profile), layout.memory, strict=True)
+        for rank, (needs, allowed) in enumerate(both):
             if needs > allowed:
-                yield Violation("memory", f"rank {rank} needs {needs} bytes, {allowed} are declared")
+                yield f"rank {rank} needs {needs} bytes, {allowed} are declared", ()
 
 
 def _groups(program: Program) -> list[tuple[Sequence[int], frozenset[int]]]:
@@ -560,10 +492,15 @@ def _groups(program: Program) -> list[tuple[Sequence[int], frozenset[int]]]:
 
 
 PIPELINE_RULES: RuleSet = (
-    (cover, model),
-    (fits_layout,),
-    (once(wanted, lanes=LANES),),
-    (versions, order, reduce_before_gather, messages, one_order(_groups)),
-    (deadlock,),
-    (memory,),
+    (("cover", cover), ("model", model)),
+    (("layout", fits_layout),),
+    (("once", once(wanted, lanes=LANES)),),
+    (
+        ("version", versions),
+        *(("order", rule) for rule in (order, reduce_before_gather)),
+        ("messages", messages),
+        ("one order", one_order(_groups)),
+    ),
+    (("deadlock", deadlock),),
+    (("memory", memory),),
 )
