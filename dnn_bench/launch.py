@@ -40,10 +40,10 @@ def launched() -> bool:
 class Place:
     """A place where `size` ranks run; `rate` is a host's bytes per second, if it is known.
 
-    `per_host` ranks share each link between emulated hosts.
+    `per_host` ranks share each link between emulated hosts, `hosts` as horovodrun names them.
     """
 
-    kind = ""
+    kind = hosts = ""
     per_host = 1
     rate: float | None = None
 
@@ -65,7 +65,8 @@ class Place:
         """
         variables = environment(self.threads) | dict(extra or {})
         if launcher == "horovod":
-            return [self.horovodrun(program, variables, output)]
+            command = [*horovodrun(self.size, self.hosts), sys.executable, *program]
+            return [self.run_launcher(command, variables, output)]
         outputs = output if isinstance(output, list) else [output] * self.size
         ranks = enumerate(zip(self.rank_variables(), outputs, strict=False))
         return [self.start_rank(i, program, variables | own, stream) for i, (own, stream) in ranks]
@@ -79,7 +80,7 @@ class Place:
     ) -> Process:
         raise NotImplementedError
 
-    def horovodrun(self, program: Sequence[str], variables: dict[str, str], output: Output) -> Process:
+    def run_launcher(self, command: Sequence[str], variables: dict[str, str], output: Output) -> Process:
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
@@ -125,8 +126,7 @@ class ThisMachine(Place):
         base = {**os.environ, **environment(self.threads)}
         return spawn_rank(index, program, base | variables, base, output=output)
 
-    def horovodrun(self, program: Sequence[str], variables: dict[str, str], output: Output) -> Process:
-        command = [*horovodrun(self.size), sys.executable, *program]
+    def run_launcher(self, command: Sequence[str], variables: dict[str, str], output: Output) -> Process:
         return popen(command, {**os.environ, **variables}, Path.cwd(), output)
 
 
@@ -137,7 +137,7 @@ class Hosts(Place):
 
     def __init__(self, cluster: Cluster, threads: int = 1, per_host: int = 1) -> None:
         super().__init__(len(cluster) * per_host, threads)
-        self.cluster, self.per_host = cluster, per_host
+        self.cluster, self.per_host, self.hosts = cluster, per_host, cluster.hosts_argument(per_host)
         rates = [link.bytes_per_second for link in cluster.links]
         self.rate = None if min(rates) == float("inf") else min(rates)
         self._servers: dict[int, ForkServer] = {}  # by rank, in its host's network
@@ -156,12 +156,7 @@ class Hosts(Place):
             self._servers[index] = ForkServer.start(base, partial(self.cluster.run, index // self.per_host))
         return self._servers[index].spawn(program, environ, Path.cwd(), output)
 
-    def horovodrun(self, program: Sequence[str], variables: dict[str, str], output: Output) -> Process:
-        command = [
-            *horovodrun(self.size, self.cluster.hosts_argument(self.per_host)),
-            sys.executable,
-            *program,
-        ]
+    def run_launcher(self, command: Sequence[str], variables: dict[str, str], output: Output) -> Process:
         try:
             self.cluster.start_ssh()
         except ClusterError as error:
@@ -173,14 +168,9 @@ class Hosts(Place):
         return self.cluster.run(host, command, variables, **streams)
 
     def describe(self) -> dict[str, Any]:
-        links = [str(link) for link in self.cluster.links]
-        more = {
-            "hosts": len(self.cluster),
-            "per_host": self.per_host,
-            "links": links,
-            "congestion": self.cluster.congestion,
-        }
-        return {**super().describe(), **more}
+        links, congestion = [str(link) for link in self.cluster.links], self.cluster.congestion
+        hosts = {"hosts": len(self.cluster), "per_host": self.per_host}
+        return {**super().describe(), **hosts, "links": links, "congestion": congestion}
 
 
 def spawn_rank(

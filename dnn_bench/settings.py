@@ -143,10 +143,6 @@ def command(settings: Settings) -> list[str]:
     return [*LAUNCHERS[settings.launcher](settings), *python, "synthetic", *what, *effort]
 
 
-def horovodrun(settings: Settings) -> list[str]:
-    return launch.horovodrun(settings.nworkers, settings.hosts)
-
-
 def torchrun(settings: Settings) -> list[str]:
     if len(hosts_of(settings.hosts)) > 1:
         raise InputError(
@@ -169,7 +165,7 @@ def mpirun(settings: Settings) -> list[str]:
 
 
 LAUNCHERS: dict[str, Callable[[Settings], list[str]]] = {
-    "horovodrun": horovodrun,
+    "horovodrun": lambda settings: launch.horovodrun(settings.nworkers, settings.hosts),
     "torchrun": torchrun,
     "mpirun": mpirun,
 }

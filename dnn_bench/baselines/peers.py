@@ -131,31 +131,29 @@ class Horovod(Trainer):
 
     library = "horovod.torch"
 
-    def __init__(self, job: Job, compression: str = "none") -> None:
-        self.compression = compression
+    def __init__(self, job: Job, compression: str = "none", **options: Any) -> None:
+        self.compression, self.options = compression, options  # of Commsched
         super().__init__(job)
 
     def wrap(self, model: nn.Module) -> tuple[Any, Any]:
         optimizer = self.job.build_optimizer(model.parameters())
         self.ranks.broadcast_parameters(model.state_dict(), root_rank=0)
         self.ranks.broadcast_optimizer_state(optimizer, root_rank=0)
-        options = {"compression": getattr(self.ranks.Compression, self.compression)}
-        return model, self.ranks.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+        compression = getattr(self.ranks.Compression, self.compression)
+        return model, self.ranks.DistributedOptimizer(
+            optimizer, model.named_parameters(), compression=compression
+        )
 
 
-class Commsched(Trainer):
+class Commsched(Horovod):
     library = "commsched"
-
-    def __init__(self, job: Job, compression: str = "none", **options: Any) -> None:
-        self.compression, self.options = compression, options
-        super().__init__(job)
 
     def wrap(self, model: nn.Module) -> tuple[Any, Any]:
         optimizer = self.job.build_optimizer(model.parameters())
         self.ranks.broadcast_parameters(model.state_dict(), root_rank=0)
-        options = {"named_parameters": model.named_parameters(), "model": model, **self.options}
-        options["compression"] = getattr(self.ranks.Compression, self.compression)
-        return model, self.ranks.DistributedOptimizer(optimizer, **options)
+        compression = getattr(self.ranks.Compression, self.compression)
+        options = {"model": model, "compression": compression, **self.options}
+        return model, self.ranks.DistributedOptimizer(optimizer, model.named_parameters(), **options)
 
     def prediction(self) -> float | None:
         metrics = self.ranks.metrics(self.optimizer)
@@ -219,16 +217,18 @@ class Exchange:
             work.wait()
 
 
-def gradient_bytes(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+class Limit(Trainer):
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        trained = (p for p in self.module.parameters() if p.requires_grad)
+        self.exchange = Exchange(sum(p.nbytes for p in trained))
 
 
-class Floor(Trainer):
+class Floor(Limit):
     """The iteration ends when the compute and the exchange have both ended; neither waits for the other."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.exchange = Exchange(gradient_bytes(self.module))
         self.pool = ThreadPoolExecutor(1)
 
     def iteration(self, inputs: Tensor, targets: Tensor) -> Stamps:
@@ -242,12 +242,8 @@ class Floor(Trainer):
         super().close()
 
 
-class Wire(Trainer):
+class Wire(Limit):
     """The exchange alone, without compute."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self.exchange = Exchange(gradient_bytes(self.module))
 
     def iteration(self, inputs: Tensor, targets: Tensor) -> Stamps:
         start = time.perf_counter()
