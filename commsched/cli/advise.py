@@ -19,12 +19,8 @@ if TYPE_CHECKING:
 
 def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--nproc-per-node",
-        type=int,
-        metavar="N",
-        help="ranks to start on this host (default: its number of GPUs, else 2); not under torchrun",
-    )
+    text = "ranks to start on this host (default: its number of GPUs, else 2); not under torchrun"
+    add("--nproc-per-node", type=int, metavar="N", help=text)
     add("--steps", type=int, default=10, metavar="N", help="timed steps of DDP")
     add("--output", "-o", metavar="FILE", help="write the table and a picture to FILE (.html, .svg)")
     add("--json", action="store_true", help="print one JSON object (times in seconds)")

@@ -35,13 +35,11 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 def add_profile_and_link(parser: argparse.ArgumentParser, required: bool = True) -> None:
     add_profile(parser, "", required)
-    parser.add_argument(
-        "--link",
-        required=required,
-        metavar="L",
-        help="cost of one RS or AG (with --ranks: of one message on a rank's own link), as"
-        " alpha=SECONDS,beta=SECONDS_PER_BYTE, a speed such as 10gbit, or FILE.json",
+    text = (
+        "cost of one RS or AG (with --ranks: of one message on a rank's own link), as"
+        " alpha=SECONDS,beta=SECONDS_PER_BYTE, a speed such as 10gbit, or FILE.json"
     )
+    parser.add_argument("--link", required=required, metavar="L", help=text)
     parser.add_argument(
         "--algorithm", choices=ALGORITHMS, default="ring", help="with --ranks: algorithm of the collectives"
     )
@@ -49,12 +47,8 @@ def add_profile_and_link(parser: argparse.ArgumentParser, required: bool = True)
 
 
 def add_profile(parser: argparse.ArgumentParser, of: str, required: bool = True) -> None:
-    parser.add_argument(
-        "--profile",
-        required=required,
-        metavar="P",
-        help=f"profile{of}: a file (.json or graph.txt) or one of {', '.join(profiles.names())}",
-    )
+    text = f"profile{of}: a file (.json or graph.txt) or one of {', '.join(profiles.names())}"
+    parser.add_argument("--profile", required=required, metavar="P", help=text)
 
 
 def add_hosts(parser: argparse.ArgumentParser, members: str) -> None:
@@ -67,13 +61,11 @@ def add_hosts(parser: argparse.ArgumentParser, members: str) -> None:
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help=f"number of ranks; --link is then one rank's own link (default: {DEFAULT_RANKS}, with --link"
-        " as the cost of a whole RS or AG)",
+    text = (
+        f"number of ranks; --link is then one rank's own link (default: {DEFAULT_RANKS}, with --link"
+        " as the cost of a whole RS or AG)"
     )
+    parser.add_argument("--ranks", type=int, metavar="N", help=text)
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
@@ -147,54 +139,37 @@ READY = ("images", "text", "masks")
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--job",
-        required=True,
-        metavar="JOB",
-        help="MODULE:FUNCTION, which returns (model, loss, batches[, optimizer[, data]]) and batches(rows)"
+    text = (
+        "MODULE:FUNCTION, which returns (model, loss, batches[, optimizer[, data]]) and batches(rows)"
         " yields batches; or images (classes of images), text (classes of sentences), masks (classes of"
-        " pixels), which need --data and --model",
+        " pixels), which need --data and --model"
     )
+    parser.add_argument("--job", required=True, metavar="JOB", help=text)
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and of the order of rows")
-    parser.add_argument(
-        "--device",
-        default="cpu",
-        metavar="DEVICE",
-        help="where the model computes: cpu, cuda (each rank of a host its own GPU), or one such as cuda:1",
+    text = "where the model computes: cpu, cuda (each rank of a host its own GPU), or one such as cuda:1"
+    parser.add_argument("--device", default="cpu", metavar="DEVICE", help=text)
+    text = (
+        "threads of a rank on the CPU (default: OMP_NUM_THREADS, else the cores divided by the ranks of"
+        " the host)"
     )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="threads of a rank on the CPU (default: OMP_NUM_THREADS, else the cores divided by the ranks of"
-        " the host)",
-    )
+    parser.add_argument("--threads", type=int, metavar="N", help=text)
     ready = parser.add_argument_group("ready jobs")
     add = ready.add_argument
-    add(
-        "--data",
-        type=Path,
-        metavar="PATH",
-        help="images: folder with train/CLASS/*.png and val/CLASS/*.png; text: .tsv or .csv file with a"
+    text = (
+        "images: folder with train/CLASS/*.png and val/CLASS/*.png; text: .tsv or .csv file with a"
         " header, or folder with train.tsv and dev.tsv; masks: folder with images/NAME.png and"
-        " masks/NAME.png, or such folders in train and val",
+        " masks/NAME.png, or such folders in train and val"
     )
-    add(
-        "--model",
-        metavar="MODULE:FUNCTION",
-        help="function that makes the model; it gets num_classes and, for text, vocab_size if it takes them",
-    )
+    add("--data", type=Path, metavar="PATH", help=text)
+    text = "function that makes the model; it gets num_classes and, for text, vocab_size if it takes them"
+    add("--model", metavar="MODULE:FUNCTION", help=text)
     add("--model-args", default="", metavar="NAME=VALUE,...", help="further arguments of the function")
     add("--image-size", type=int, default=224, metavar="N", help="pixels a side")
     add("--classes", type=int, metavar="N", help="masks: classes (default: as in the masks)")
     add("--length", type=int, default=64, metavar="N", help="text: words of a row")
     add("--vocabulary", type=int, default=8000, metavar="N", help="text: most frequent words to know")
-    add(
-        "--columns",
-        default="",
-        metavar="A,B,LABEL",
-        help="text: columns of one or two texts and of the label (default: as QQP, MNLI, SST-2, ...)",
-    )
+    text = "text: columns of one or two texts and of the label (default: as QQP, MNLI, SST-2, ...)"
+    add("--columns", default="", metavar="A,B,LABEL", help=text)
 
 
 def job_of(arguments: argparse.Namespace) -> Job:

@@ -26,19 +26,14 @@ def add_partition_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_profile(parser, " of one micro-batch")
     add = parser.add_argument
     add("--devices", required=True, type=int, metavar="N", help="number of devices")
-    add(
-        "--link",
-        required=True,
-        metavar="L",
-        help="cost of one message on a device's (with --per-host: a host's) own link, as"
-        " alpha=SECONDS,beta=SECONDS_PER_BYTE, a speed such as 10gbit, or FILE.json",
+    text = (
+        "cost of one message on a device's (with --per-host: a host's) own link, as"
+        " alpha=SECONDS,beta=SECONDS_PER_BYTE, a speed such as 10gbit, or FILE.json"
     )
+    add("--link", required=True, metavar="L", help=text)
     options.add_hosts(parser, "devices")
-    add(
-        "--memory",
-        metavar="SIZE[,SIZE...]",
-        help="memory of every device, or one size for each, for example 16g for 16 GiB (default: no limit)",
-    )
+    text = "memory of every device, or one size for each, for example 16g for 16 GiB (default: no limit)"
+    add("--memory", metavar="SIZE[,SIZE...]", help=text)
     _add_search_arguments(parser)
     add("--output", "-o", metavar="FILE", help="write the plan to FILE")
     add("--json", action="store_true", help="print the plan as JSON instead of a summary")
@@ -48,24 +43,13 @@ def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--schedule", default="pipedream", help=f"schedule of the pipeline: {', '.join(names())}")
     add("--microbatches", type=int, default=1, metavar="M", help="micro-batches of one optimizer step")
-    add(
-        "--recompute",
-        choices=tuple(RECOMPUTE),
-        default="never",
-        help="when to recompute activations in the backward instead of keeping them",
-    )
-    add(
-        "--state",
-        type=float,
-        default=0.0,
-        help="bytes of optimizer state per byte of weights: 1 for momentum, 2 for Adam",
-    )
+    text = "when to recompute activations in the backward instead of keeping them"
+    add("--recompute", choices=tuple(RECOMPUTE), default="never", help=text)
+    text = "bytes of optimizer state per byte of weights: 1 for momentum, 2 for Adam"
+    add("--state", type=float, default=0.0, help=text)
     add("--max-stages", type=int, metavar="N", help="most stages to try (default: one per device)")
-    add(
-        "--placements",
-        metavar="P[,P...]",
-        help="search cuts only, for stages on these grids of tiles or ranks that share samples: 2x2,1",
-    )
+    text = "search cuts only, for stages on these grids of tiles or ranks that share samples: 2x2,1"
+    add("--placements", metavar="P[,P...]", help=text)
 
 
 def run_partition(arguments: argparse.Namespace) -> None:
@@ -137,25 +121,14 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--plan", metavar="FILE", help="plan to write as AshPipe's files")
     source.add_argument("--conf", metavar="FILE", help="hybrid_conf.json, to write as a plan; with --graph")
     add = parser.add_argument
-    add(
-        "--profile",
-        metavar="P",
-        help="with --plan: the profile that was partitioned, as a file (.json, graph.txt) or a shipped name",
-    )
+    text = "with --plan: the profile that was partitioned, as a file (.json, graph.txt) or a shipped name"
+    add("--profile", metavar="P", help=text)
     add("--graph", metavar="FILE", help="with --conf: the partitioned graph (gpus=N.txt)")
-    add(
-        "--link",
-        metavar="L",
-        help="with --conf: record the step time that a simulation expects over such links between devices",
-    )
+    text = "with --conf: record the step time that a simulation expects over such links between devices"
+    add("--link", metavar="L", help=text)
     add("--schedule", help="with --conf: schedule of the plan (default: the one in the file, else ashpipe)")
-    add(
-        "--output",
-        "-o",
-        required=True,
-        metavar="PATH",
-        help="with --plan: folder for the two files; with --conf: file for the plan",
-    )
+    text = "with --plan: folder for the two files; with --conf: file for the plan"
+    add("--output", "-o", required=True, metavar="PATH", help=text)
 
 
 def run_convert(arguments: argparse.Namespace) -> None:

@@ -61,12 +61,8 @@ def add_show_arguments(parser: argparse.ArgumentParser) -> None:
     add("plan", metavar="PLAN", help="file that `commsched plan --output` wrote")
     options.add_profile_and_link(parser, required=False)
     options.add_ranks(parser)
-    add(
-        "--format",
-        choices=FORMATS,
-        default="text",
-        help="output format; svg and chrome need --profile and --link",
-    )
+    text = "output format; svg and chrome need --profile and --link"
+    add("--format", choices=FORMATS, default="text", help=text)
     add("--json", action="store_const", const="json", dest="format", help="the same as --format json")
     add("--output", "-o", metavar="FILE", help="write to FILE instead of the terminal")
     add("--width", type=int, default=100, help="columns of the text chart")

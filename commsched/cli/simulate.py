@@ -37,24 +37,16 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_profile_and_link(parser)
     options.add_step(parser)
     add = parser.add_argument
-    add(
-        "--policies",
-        metavar="A,B",
-        help=f"policies to compare (default: all that support --gather, of {', '.join(policies.names())})",
-    )
+    text = f"policies to compare (default: all that support --gather, of {', '.join(policies.names())})"
+    add("--policies", metavar="A,B", help=text)
     add(
         "--ranks",
         metavar="N|A..B",
         help="number of ranks; --link is then one rank's own link, and A..B gives a scaling table (default:"
         f" {options.DEFAULT_RANKS}, with --link as the cost of a whole RS or AG)",
     )
-    add(
-        "--slowdown",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="compute takes 1+S times as long while the link is busy",
-    )
+    text = "compute takes 1+S times as long while the link is busy"
+    add("--slowdown", type=float, default=0.0, metavar="S", help=text)
     add("--jitter", type=float, default=0.0, help="relative deviation of each rank's speed")
     add("--json", action="store_true", help="print one JSON object (times in seconds)")
 

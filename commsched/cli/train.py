@@ -31,24 +31,15 @@ def _add_stages(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--conf", metavar="FILE", help="hybrid_conf.json of PipeDream or AshPipe")
     source.add_argument("--schedule", default="1f1b", help="order of the micro-batches")
     add = stages.add_argument
-    add(
-        "--graph",
-        metavar="FILE",
-        help="with --conf: partitioned graph, gpus=N.txt (default: the model's layers)",
-    )
+    text = "with --conf: partitioned graph, gpus=N.txt (default: the model's layers)"
+    add("--graph", metavar="FILE", help=text)
     add("--stages", type=int, metavar="S", help="ranks of one replica (default: all ranks, one replica)")
     add("--replicas", default="1", metavar="R", help="replicas, or one number for each stage: 4,3,1")
     add("--microbatches", type=int, default=1, metavar="M", help="micro-batches of a step")
-    add(
-        "--cuts",
-        metavar="A,B,...",
-        help="layers with which the later stages begin: numbers, or names of modules (default: even)",
-    )
-    add(
-        "--across",
-        action="store_true",
-        help="bundle: fronts on the first half of the hosts, rears on the rest",
-    )
+    text = "layers with which the later stages begin: numbers, or names of modules (default: even)"
+    add("--cuts", metavar="A,B,...", help=text)
+    text = "bundle: fronts on the first half of the hosts, rears on the rest"
+    add("--across", action="store_true", help=text)
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -57,13 +48,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--rows", type=int, required=True, metavar="N", help="rows of one optimizer step, over all replicas")
     add("--epochs", type=int, default=1, metavar="N", help="epochs, of jobs with data sets")
     add("--steps", type=int, default=20, metavar="N", help="optimizer steps, of jobs without data sets")
-    add(
-        "--warmup-steps",
-        type=int,
-        default=0,
-        metavar="N",
-        help="data-parallel steps before the pipeline starts",
-    )
+    text = "data-parallel steps before the pipeline starts"
+    add("--warmup-steps", type=int, default=0, metavar="N", help=text)
     add("--optimizer", choices=("sgd", "adam", "adamw"), help="optimizer (default: the job's: sgd)")
     add("--lr", type=float, default=0.01, help="with --optimizer: learning rate")
     add("--momentum", type=float, default=0.9, help="with --optimizer sgd: momentum")
@@ -72,12 +58,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--load", metavar="FILE", help="start from the state_dict in FILE, as far as it fits")
     add("--eval", action="store_true", help="score the test data after every epoch")
     add("--workers", type=int, default=0, metavar="N", help="processes that read data")
-    add(
-        "--checkpoint",
-        type=Path,
-        metavar="DIR",
-        help="write checkpoints into DIR, and continue from the latest one there",
-    )
+    text = "write checkpoints into DIR, and continue from the latest one there"
+    add("--checkpoint", type=Path, metavar="DIR", help=text)
     add("--checkpoint-every", type=int, default=0, metavar="STEPS", help="besides one after every epoch")
     add("--results", type=Path, metavar="DIR", help="write results.json and curves.svg into DIR")
     add("--save", metavar="FILE", help="write the trained model's state_dict to FILE")
@@ -86,20 +68,11 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     given = parser.add_argument_group("ranks started one by one, without a launcher")
     given.add_argument("--rank", type=int, metavar="N", help="this process's rank")
-    given.add_argument(
-        "--local-rank",
-        "--local_rank",
-        type=int,
-        metavar="N",
-        help="its number on its machine (default: --rank)",
-    )
+    text = "its number on its machine (default: --rank)"
+    given.add_argument("--local-rank", "--local_rank", type=int, metavar="N", help=text)
     given.add_argument(
         "--master-addr", "--master_addr", default="127.0.0.1", metavar="A", help="address of rank 0's machine"
     )
     given.add_argument("--master-port", type=int, default=29500, metavar="N", help="a free port of it")
-    given.add_argument(
-        "--world-size",
-        type=int,
-        metavar="N",
-        help="number of ranks (default: as the plan, or the stages, say)",
-    )
+    text = "number of ranks (default: as the plan, or the stages, say)"
+    given.add_argument("--world-size", type=int, metavar="N", help=text)
