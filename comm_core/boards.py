@@ -55,7 +55,8 @@ def open_boards(
                 pid, number, *expected = facts[other].tolist()
                 obstacle = _open_neighbour(files, rank, other, pid, number, bytes(expected))
         texts = gather(_as_tensor(obstacle), 1)
-        obstacles = [text for text in map(_as_text, texts) if text]
+        read = (bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in texts)
+        obstacles = list(filter(None, read))
         if obstacles:
             raise NotShared(
                 f"the ranks of a host cannot share memory: {obstacles[0]}", kind="usage", rank=rank
@@ -123,7 +124,3 @@ def _gathered(exchange: _C.Transport, rank: int, size: int, own: Tensor, step: i
 
 def _as_tensor(text: str) -> Tensor:
     return torch.tensor(list(text.encode()[:_TEXT].ljust(_TEXT, b"\0")), dtype=torch.uint8, device="cpu")
-
-
-def _as_text(row: Tensor) -> str:
-    return bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")

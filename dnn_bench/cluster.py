@@ -22,7 +22,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -251,16 +250,12 @@ class Cluster:
             return
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is signal.SIG_DFL:
-                self._old_handlers[number] = signal.signal(number, _exit_on_signal)
+                self._old_handlers[number] = signal.signal(number, lambda number, _: sys.exit(128 + number))
 
     def _restore_signals(self) -> None:
         if threading.current_thread() is threading.main_thread():
             while self._old_handlers:
                 signal.signal(*self._old_handlers.popitem())
-
-
-def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 def congestion_advice(refused: str) -> str:
@@ -313,10 +308,8 @@ class Link:
     def __str__(self) -> str:
         if self.rate is None:
             return "unlimited"
-        for prefix, factor in reversed(PREFIXES.items()):
-            if self.rate >= factor:
-                return f"{self.rate / factor:g}{prefix}bit"
-        raise AssertionError(self.rate)
+        prefix, factor = next(pair for pair in reversed(PREFIXES.items()) if self.rate >= pair[1])
+        return f"{self.rate / factor:g}{prefix}bit"
 
     def advice(self, refused: Sequence[str]) -> str:
         """Advice for a system that refuses one of `commands`."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dnn_bench import models
-from dnn_bench.baselines import Baseline, get
+from dnn_bench.baselines import get
 from dnn_bench.cluster import Cluster, ClusterError
 from dnn_bench.command_line import check_least, one_line_errors, parser
 from dnn_bench.launch import Hosts, Place, ThisMachine
@@ -55,17 +55,17 @@ def main(arguments: list[str]) -> int:
     html = options.html.absolute()
     html.parent.mkdir(parents=True, exist_ok=True)
     check_writable(html)
-    job, effort = (
-        Job(models.spelt(options.model), options.batch_size),
-        Effort(options.reps, iterations=2, trace="best"),
-    )
+    job = Job(models.spelt(options.model), options.batch_size)
+    effort = Effort(options.reps, iterations=2, trace="best")
     with place_of(options) as (place, network):
         print(f"Network: {network}.", flush=True)
         report = compare(job, place, [get(name) for name in BASELINES], effort)
         report["answer"] = answer(report)
         try:
-            plain, ours = (asked(as_users_start(name), job, place, "block", 0, FIRST) for name in OF_FIRST)
-            report["answer"].append(first_steps(*(rows[0]["iterations"] for rows in (plain, ours))))
+            # Users' runs do not wait for the plan, as others do so that the same step always has it.
+            started = (replace(get(name), environment={"COMMSCHED_WAIT_FOR_PLAN": ""}) for name in OF_FIRST)
+            measured = [asked(baseline, job, place, "block", 0, FIRST) for baseline in started]
+            report["answer"].append(first_steps(*(rows[0]["iterations"] for rows in measured)))
         except RankFailed as error:
             report["answer"].append(f"The first {FIRST} steps could not be measured: {error}")
     print("\n".join(report["answer"]))
@@ -89,11 +89,6 @@ def place_of(options: argparse.Namespace) -> Iterator[tuple[Place, str]]:
         return
     with closing(cluster):
         yield Hosts(cluster), f"an emulated link of {options.link} between {WORKERS} hosts on this machine"
-
-
-def as_users_start(name: str) -> Baseline:
-    """Return a baseline that does not wait for its plan, as others do so that the same step always has it."""
-    return replace(get(name), environment={"COMMSCHED_WAIT_FOR_PLAN": ""})
 
 
 def first_steps(plain: Sequence[float], ours: Sequence[float]) -> str:

@@ -8,6 +8,7 @@ import json
 import platform
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -46,8 +47,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command = parser("gpu", __doc__)
     add = command.add_argument
     add("--parts", default=",".join(PARTS), help="parts to measure")
-    text = "cuda; cpu runs the same code, its figures mean nothing"
-    add("--device", default="cuda", help=text)
+    add("--device", default="cuda", help="cuda; cpu runs the same code, its figures mean nothing")
     add("--kernel-models", default="resnet50,bert_large,gpt2", help="models of `kernels`")
     add("--step-models", default="resnet50,bert_base,gpt2", help="models of the other parts")
     add("--networks", default="10gbe,25gbe,100gib", help="networks of `emulate`")
@@ -111,7 +111,6 @@ def merged(before: Rows, now: Rows) -> Rows:
 
 
 def measured(part: str, options: argparse.Namespace) -> Iterator[Rows]:
-    """Measure a part, model by model."""
     if part == "kernels":
         for model in options.kernel_models.split(","):
             yield packing_rows(model, torch.device(options.device), options.iterations)
@@ -132,7 +131,6 @@ def emulated(job: Job, options: argparse.Namespace) -> Iterator[Rows]:
 
 
 def markdown(report: Report) -> str:
-    """The measured parts as Markdown."""
     where = report["environment"]
     head = [
         f"Measured {where['when']} on {where['device']}: torch {where['torch']}, CUDA {where['cuda']},"
@@ -144,7 +142,6 @@ def markdown(report: Report) -> str:
 
 
 def section(part: str, rows: Sequence[Report]) -> str:
-    """A part's title and table."""
     title, columns, cells = SECTIONS[part]
     return f"### {title}\n\n{table(columns, map(cells, rows))}"
 
@@ -421,12 +418,7 @@ def seconds_of(act: Callable[[], object], device: torch.device, repeats: int) ->
     for _ in range(WARM_UP):
         act()
     if device.type != "cuda":
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            act()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
+        return statistics.median(timeit.repeat(act, number=1, repeat=repeats))
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     marks[0].record()
     for mark in marks[1:]:

@@ -191,7 +191,8 @@ class ListForward:
 
     def __init__(self, model: nn.Module, modules: dict[str, nn.Module], each: bool = False) -> None:
         self.model, self.modules, self._names = model, modules, list(modules)
-        full = [place for place, name in enumerate(modules) if each or _has_parameters(modules[name])]
+        holding = [each or next(part.parameters(), None) is not None for part in modules.values()]
+        full = [place for place, holds in enumerate(holding) if holds]
         self._starts = [0, *full[1:]]
         self.names = tuple(self._names[place] for place in full or [0])
 
@@ -258,10 +259,6 @@ def _cloned_leaf(copies: list[Tensor], value: Tensor) -> Tensor:
     if value.is_leaf:
         copies.append(value := value.clone())
     return value
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def _plain_modules(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
@@ -348,7 +345,8 @@ class PartialForward:
         """
         leaves, spec = tree_flatten(inputs)
         modes = [followed.runs.training for followed in self.followed]  # type: ignore[union-attr]
-        key = (str(spec), *map(_shape_key, leaves), *modes, torch.is_grad_enabled())
+        shapes = ((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        key = (str(spec), *shapes, *modes, torch.is_grad_enabled())
         known = self._known.pop(key, [])
         remember(self._known, key, known, 256)
         if known and known[-1].decisions:
@@ -650,7 +648,3 @@ def _seed(seeds: Sequence[Tensor]) -> int:
 
 def _places(leaves: Sequence[Any]) -> dict[int, int]:
     return {id(leaf): place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-
-
-def _shape_key(leaf: Any) -> Any:
-    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf

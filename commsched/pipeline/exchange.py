@@ -239,9 +239,6 @@ class Exchange:
             del self.input_grads[number, micro], self.came[number, micro], self.inputs[number, micro]
         return True
 
-    def send_token(self, action: Action) -> None:
-        self.outbox.send(action, [torch.zeros(1, dtype=torch.int8)])
-
     # Shapes
 
     def _coming_gradient(self, action: Action) -> Description | None:

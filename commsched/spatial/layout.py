@@ -116,6 +116,11 @@ def parameter(value: Tensor, mesh: Mesh, cuts: Cuts) -> Tensor:
     return enter(value, mesh, cuts)
 
 
+def parameters(tile: Tile, *values: Tensor | None) -> list[Any]:
+    """The `parameter` of each value that is not None, for an operation on a tile."""
+    return [None if value is None else parameter(value, tile.mesh, tile.cuts) for value in values]
+
+
 def common_cuts(tiles: list[Tile]) -> Cuts:
     """The cuts of the result of a pointwise operation: those of the first operand that is cut, with the
     smallest margins of all.

@@ -128,7 +128,8 @@ class _HaloWatch(TorchFunctionMode):
             made = list(tiles_in(result))
             if not all(map(_has_margin, made)):
                 self.trimming = self.trimming or self.operation
-            if any(map(_has_empty_part, made)):
+            splits = (cut.split for tile in made for _, cut in cut_axes(tile.cuts))
+            if any(len(set(split.bounds)) <= split.parts for split in splits):
                 self.emptying = self.emptying or self.operation
         return result
 
@@ -145,10 +146,6 @@ class _HaloWatch(TorchFunctionMode):
 
 def _has_margin(tile: Tile) -> bool:
     return any(cut.split.margin != (0, 0) for _, cut in cut_axes(tile.cuts))
-
-
-def _has_empty_part(tile: Tile) -> bool:
-    return any(len(set(cut.split.bounds)) <= cut.split.parts for _, cut in cut_axes(tile.cuts))
 
 
 class _Blocks:

@@ -156,7 +156,9 @@ class Comparison:
                 self._crew.reference(self.job, self.place.size)  # a job that cannot be trained ends here
                 together = self._measure_together()
                 if not together:
-                    self._measure_apart()
+                    for entry in self.entries:
+                        self._measure([entry], self.effort.repetitions)
+                        self._crew.dismiss(lambda ranks: True)
             except (KeyboardInterrupt, SystemExit):  # Ctrl-C, or a signal that a cluster turned into an exit
                 self.interrupted = True
         return self.report(together)
@@ -172,11 +174,6 @@ class Comparison:
             entries += self._best_of(tuned)
         self._measure(entries, self.effort.repetitions)
         return True
-
-    def _measure_apart(self) -> None:
-        for entry in self.entries:
-            self._measure([entry], self.effort.repetitions)
-            self._crew.dismiss(lambda ranks: True)
 
     def _fit(self, entries: Sequence[Baseline]) -> bool:
         """Whether the ranks of these baselines fit into memory together; one baseline computes at a time."""
@@ -338,12 +335,8 @@ class Comparison:
 def bars(width: int) -> Progress:
     """Bars whose descriptions have this width; invisible where standard error is no terminal."""
     errors = Console(stderr=True)
-    columns = (
-        TextColumn(f"{{task.description:<{width}}}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    what = TextColumn(f"{{task.description:<{width}}}")
+    columns = what, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
 
 

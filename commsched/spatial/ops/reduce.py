@@ -19,6 +19,7 @@ from commsched.spatial.layout import (
     local_owned,
     owned_cuts,
     parameter,
+    parameters,
     replicate,
     take,
 )
@@ -366,10 +367,6 @@ def _composed(
     return (out if bias is None else out + bias).to(x.dtype)
 
 
-def _per_channel(value: Tensor | None, tile: Tile, *shape: int) -> Tensor | None:
-    return None if value is None else parameter(value, tile.mesh, tile.cuts).view(*shape)
-
-
 def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
     if running is not None:
         running.mul_(1 - momentum).add_(value.detach().reshape(running.shape), alpha=momentum)
@@ -389,13 +386,8 @@ def _normalized(
     if any(value is not None for value in (running_mean, running_var, weight, bias)):
         need_channels(input)
     view = (-1, *(1,) * (input.ndim - 2))
-    local, mean, var = Normalize.apply(
-        local_of(input),
-        _per_channel(weight, input, *view),
-        _per_channel(bias, input, *view),
-        region,
-        eps,
-    )
+    weight, bias = tree_map(lambda t: t.view(view), parameters(input, weight, bias))
+    local, mean, var = Normalize.apply(local_of(input), weight, bias, region, eps)
     _update(running_mean, mean.mean(0), momentum)
     _update(running_var, var.mean(0) * (region.total / max(region.total - 1, 1)), momentum)
     return Tile.make(local, input.mesh, input.cuts)
@@ -456,9 +448,8 @@ def group_norm(
     view = (num_groups, group, *(1,) * n)
     local = local_of(input)
     grouped = local.reshape(local.shape[0], num_groups, group, *local.shape[2:])
-    out, _, _ = Normalize.apply(
-        grouped, _per_channel(weight, input, *view), _per_channel(bias, input, *view), region, eps
-    )
+    weight, bias = tree_map(lambda t: t.view(view), parameters(input, weight, bias))
+    out, _, _ = Normalize.apply(grouped, weight, bias, region, eps)
     return Tile.make(out.reshape(local.shape), input.mesh, input.cuts)
 
 

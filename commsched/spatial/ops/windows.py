@@ -15,7 +15,7 @@ from torch import Tensor
 
 from commsched.spatial.fetch import Division, ExchangePlan, Halo, compact, fetch, hooks_decide, overlapped
 from commsched.spatial.intervals import Run, Split, TransposedWindow, Window, clipped, spare_margin
-from commsched.spatial.layout import parameter, plan_for, take
+from commsched.spatial.layout import parameters, plan_for, take
 from commsched.spatial.mesh import Site, Visit
 from commsched.spatial.ops.reduce import wide
 from commsched.spatial.tile import Cut, Cuts, Tile, Unsupported, cut_axes, handles, image_of, local_of
@@ -31,11 +31,6 @@ def each(value: Any, n: int) -> tuple[int, ...]:
         return (value,) * n
     values = tuple(int(v) for v in value)
     return values * n if len(values) == 1 else values
-
-
-def cut_windows(tile: Tile, windows: Sequence[AnyWindow]) -> dict[int, AnyWindow]:
-    """The windows of cut axes; ``windows`` are those of the last ``len(windows)`` dimensions."""
-    return {axis: windows[cut.dim] for axis, cut in cut_axes(tile.cuts)}
 
 
 def _check_image(value: Any, n: int) -> None:
@@ -108,8 +103,10 @@ def input_plan(tile: Tile, windows: Mapping[int, AnyWindow], cuts: Cuts) -> Exch
 
 
 def planned(tile: Tile, windows: Sequence[AnyWindow], ceil: bool = False) -> tuple[Site, Cuts, ExchangePlan]:
-    """Name an operation, and find the owners of its outputs and the exchange that these need."""
-    chosen, site = cut_windows(tile, windows), tile.mesh.site(tile.shape)
+    """Name an operation, and find the owners of its outputs and the exchange that these need. ``windows``:
+    of the last dimensions.
+    """
+    chosen, site = {axis: windows[cut.dim] for axis, cut in cut_axes(tile.cuts)}, tile.mesh.site(tile.shape)
     # A checkpoint computes it again in the backward, outside of the module that names its site.
     reach = 0 if hooks_decide(unknown=False) else tile.mesh.fusion.get(site, 0)
     cuts = out_cuts(tile, chosen, reach, ceil)
@@ -143,7 +140,8 @@ def windowed(
     buffer = fetch(local, plan, mesh, fill, received)
     with compact(buffer, local, plan, fill, received):
         result = compute(at_least(buffer, {cut.dim: windows[cut.dim].span for _, cut in cut_axes(cuts)}))
-    return Tile.make(without(result, empty_dims(tile, cuts)), mesh, cuts)
+    empty = [cut.dim for axis, cut in cut_axes(cuts) if len(range(*part_of(cut, tile, axis))) == 0]
+    return Tile.make(without(result, empty), mesh, cuts)
 
 
 def _division(tile: Tile, windows: Sequence[Window], cuts: Cuts) -> Division | None:
@@ -171,11 +169,6 @@ def without(result: Tensor, dims: Sequence[int]) -> Tensor:
     for dim in dims:
         result = result.narrow(dim, 0, 0)
     return result
-
-
-def empty_dims(tile: Tile, cuts: Cuts) -> list[int]:
-    """The dimensions along which this rank has no part of the output."""
-    return [cut.dim for axis, cut in cut_axes(cuts) if len(range(*part_of(cut, tile, axis))) == 0]
 
 
 def part_of(cut: Cut, tile: Tile, axis: int) -> tuple[int, int]:
@@ -230,17 +223,13 @@ def _convolve(
         pads[cut.dim] = (0, 0)  # it is in the buffer
     uneven = [p for pair in reversed(pads) for p in pair] if any(a != b for a, b in pads) else None
     rest = [0 if uneven else before for before, _ in pads]
-    weight, bias = parameter(weight, input.mesh, input.cuts), _entered(bias, input)
+    weight, bias = parameters(input, weight, bias)
 
     def compute(buffer: Tensor) -> Tensor:
         padded = F.pad(buffer, uneven) if uneven else buffer
         return _CONV[n](padded, weight, bias, stride, rest, dilation, groups)
 
     return windowed(input, windows, False, 0.0, compute, work=weight.numel())
-
-
-def _entered(value: Tensor | None, tile: Tile) -> Tensor | None:
-    return None if value is None else parameter(value, tile.mesh, tile.cuts)
 
 
 def _convolve_transposed(
@@ -259,7 +248,7 @@ def _convolve_transposed(
         weight.shape[2:], each(stride, n), each(dilation, n), each(padding, n), each(output_padding, n)
     )
     windows = [TransposedWindow(k, s, d, p, p, extra) for k, s, d, p, extra in per_dim]
-    weight, bias = parameter(weight, input.mesh, input.cuts), _entered(bias, input)
+    weight, bias = parameters(input, weight, bias)
     site, cuts, plan = planned(input, windows)
     tile = local_of(input)
     received: list[Tensor] = []
