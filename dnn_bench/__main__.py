@@ -43,8 +43,7 @@ def main(arguments: list[str]) -> int:
         print(f"dnn_bench: there is no command {arguments[0]!r}\n{usage}", file=sys.stderr)
         return 2
     module, _, function = COMMANDS[arguments[0]][0].partition(":")
-    status: int = getattr(importlib.import_module(module), function or "main")(arguments[1:])
-    return status
+    return getattr(importlib.import_module(module), function or "main")(arguments[1:])
 
 
 if __name__ == "__main__":

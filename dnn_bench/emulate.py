@@ -80,8 +80,7 @@ class Emulation:
         with self.wrapped("sequential", None) as (model, optimizer):
             for _ in range(LEARNING_ITERATIONS):
                 self._iteration(model, optimizer)
-            found: Profile = optimizer.profile()
-            return found
+            return optimizer.profile()
 
     def row(self, policy: str, profile: Profile) -> dict[str, Any]:
         """One policy: emulated and simulated seconds per iteration."""

@@ -573,8 +573,7 @@ class StageForward(nn.Module):
             unread = operations.inputs.get(place, -1) < self._stage_layers.stop
             if unread and isinstance(leaf, Tensor) and leaf.dim() and leaf.numel():
                 leaves[place] = leaf.new_empty((len(leaf), 0, *leaf.shape[1:]))
-        result: dict[str, Any] = tree_unflatten(leaves, spec)
-        return result
+        return tree_unflatten(leaves, spec)
 
 
 class ModuleForward:
@@ -625,8 +624,7 @@ class _Some(dict[str, Any]):
 
 def _copied(inputs: dict[str, Any]) -> dict[str, Any]:
     """For a forward that may write to them, and is not the last one."""
-    copied: dict[str, Any] = tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), inputs)
-    return copied
+    return tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), inputs)
 
 
 def _filled(leaf: Tensor) -> Tensor:

@@ -139,8 +139,7 @@ def message_link(fabric: Fabric, largest: float | None = None) -> Link:
             seconds.append(time.perf_counter() - start)
         times.append(statistics.median(seconds))
     mine = fit(sizes, times) if fabric.rank == 0 else None
-    link: Link = from_first(lane, fabric.rank, range(fabric.size), mine, send_object, receive_object)
-    return link
+    return from_first(lane, fabric.rank, range(fabric.size), mine, send_object, receive_object)
 
 
 def _exchange(lane: Lane, peer: int, size: int) -> None:

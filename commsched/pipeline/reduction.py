@@ -253,8 +253,7 @@ class ReplicaBuckets:
     @property
     def used(self) -> list[int]:
         """By parameter how many replicas have used it, once the sums have been waited for."""
-        counts: list[int] = self._flags[self.ranks.rank].tolist()
-        return counts
+        return self._flags[self.ranks.rank].tolist()
 
     def updated(self, bucket: int) -> None:
         self.backend.mark_updated(bucket)

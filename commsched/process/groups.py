@@ -60,8 +60,7 @@ def connected(
 
     def lost(awaited: Iterable[int]) -> str:
         nonlocal told
-        told = failure_monitor.lost(ranks, [ranks[other] for other in awaited])
-        return told
+        return failure_monitor.lost(ranks, [ranks[other] for other in awaited])
 
     try:
         return connect(store, place, len(ranks), meeting.address, timeout, settings().host_timeout, lost)

@@ -78,5 +78,4 @@ def _device_mesh(mesh: Mesh, local: torch.Tensor) -> DeviceMesh:
     if mesh.device_mesh is None:
         ranks: Sequence[int] = getattr(mesh.channel, "ranks", range(mesh.size))
         mesh.device_mesh = DeviceMesh(local.device.type, torch.tensor(list(ranks)).view(mesh.grid))
-    found: DeviceMesh = mesh.device_mesh
-    return found
+    return mesh.device_mesh

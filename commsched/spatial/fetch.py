@@ -442,8 +442,7 @@ def _summed(grads: tuple[Tensor, ...], boxes: tuple[Slices, ...], plan: Exchange
         for dim, (lo, hi), length in zip(plan.dims, box, plan.wanted):
             pads[2 * (-1 - dim)], pads[2 * (-1 - dim) + 1] = lo, length - hi
         total = total + F.pad(grad, pads)
-    result: Tensor = total
-    return result
+    return total
 
 
 class Join(Function):
@@ -543,8 +542,7 @@ def overlapped(x: Tensor, halo: Halo, division: Division, compute: Callable[[Ten
     for dim, (lo, hi) in division.outputs.items():
         shape[dim] = hi - lo
     places = tuple(division.place(region) for region in (division.inner, *strips))
-    result: Tensor = Join.apply(tuple(shape), places, *parts)
-    return result
+    return Join.apply(tuple(shape), places, *parts)
 
 
 # -- let autograd save a fetched buffer as the tile, which exists anyway, plus the pixels received -----------
@@ -588,7 +586,6 @@ def compact(
     def unpack(kept: Any) -> Tensor:
         if not callable(kept):
             _check_version(*kept)
-        tensor: Tensor = kept() if callable(kept) else kept[0]
-        return tensor
+        return kept() if callable(kept) else kept[0]
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

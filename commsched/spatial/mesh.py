@@ -230,8 +230,7 @@ class _Linear(Function):
 
 def apply(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
     """``function(x, *args)``, differentiable any number of times."""
-    result: Tensor = _Linear.apply(x, function, *args)
-    return result
+    return _Linear.apply(x, function, *args)
 
 
 # -- replicated values: sums over tiles, and their use together with tiles or parameters ---------------------

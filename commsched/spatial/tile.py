@@ -106,8 +106,7 @@ class Tile(torch.Tensor):
 
         The first call makes a device mesh, on all ranks together, unless the tiles came from a `DTensor`.
         """
-        found: DTensor = MOVES["to_dtensor"](self)
-        return found
+        return MOVES["to_dtensor"](self)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Tile(shape={tuple(self.shape)}, bounds={self.bounds}, local={self.owned!r})"

@@ -14,8 +14,7 @@ def logits_of(outputs: Any) -> Tensor:
     """The logits of a model's outputs: a tensor, ``.logits`` (transformers) or ``["out"]`` (torchvision)."""
     if isinstance(outputs, dict) and "out" in outputs:
         outputs = outputs["out"]
-    logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
-    return logits
+    return outputs if isinstance(outputs, Tensor) else outputs.logits
 
 
 def class_loss(outputs: Any, targets: Tensor) -> Tensor:

@@ -188,5 +188,4 @@ def start(baseline: str | Baseline, job: Job) -> Trainer:
     require(baseline)
     module, _, kind = baseline.trainer.rpartition(".")
     make = getattr(importlib.import_module(module), kind)
-    trainer: Trainer = make(baseline.adapt(job), **baseline.options)
-    return trainer
+    return make(baseline.adapt(job), **baseline.options)

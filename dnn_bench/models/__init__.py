@@ -145,8 +145,7 @@ def build(name: str, **options: Any) -> nn.Module:
         known = inspect.signature(builder).parameters
         if unknown := sorted(set(options) - set(known)):
             raise ValueError(f"model {name!r} has no option {', '.join(unknown)}; it has: {', '.join(known)}")
-    model: nn.Module = builder(**{**entry.options, **options})
-    return model
+    return builder(**{**entry.options, **options})
 
 
 def sample_batch(

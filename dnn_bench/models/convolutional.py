@@ -96,8 +96,7 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.max_pool2d(F.relu(self.stem(x), inplace=True), 3, 2, 1)
-        logits: Tensor = self.head(global_average(self.blocks(x)))
-        return logits
+        return self.head(global_average(self.blocks(x)))
 
 
 def _norm_conv(c_in: int, c_out: int, kernel: int) -> nn.Sequential:
@@ -145,8 +144,7 @@ class DenseNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm(self.blocks(self.stem(x))), inplace=True)
-        logits: Tensor = self.head(global_average(x))
-        return logits
+        return self.head(global_average(x))
 
 
 POOL = None
@@ -187,8 +185,7 @@ class Plain(nn.Module):
         he_init(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.features(x).flatten(1))
-        return logits
+        return self.classifier(self.features(x).flatten(1))
 
 
 def mlp(width: int = 1024, depth: int = 8, num_classes: int = 10) -> nn.Sequential:
@@ -295,5 +292,4 @@ class InceptionV4(nn.Module):
         he_init(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.dropout(global_average(self.features(x))))
-        return logits
+        return self.head(self.dropout(global_average(self.features(x))))

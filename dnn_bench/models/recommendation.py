@@ -38,5 +38,4 @@ class ClickModel(nn.Module):
         nn.init.normal_(self.table.weight, std=dim**-0.5)
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.mlp(self.interaction(self.table(ids)))
-        return logits
+        return self.mlp(self.interaction(self.table(ids)))

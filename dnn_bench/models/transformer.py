@@ -28,8 +28,7 @@ class SelfAttention(nn.Module):
         qkv = torch.cat([project(x) for project in self.project_in], dim=-1)
         q, k, v = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        out: Tensor = self.project_out(y.transpose(1, 2).reshape(batch, length, dim))
-        return out
+        return self.project_out(y.transpose(1, 2).reshape(batch, length, dim))
 
 
 class Block(nn.Module):
@@ -89,8 +88,7 @@ class ViT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.patches(x).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.class_token.expand(x.shape[0], -1, -1), tokens], dim=1) + self.positions
-        logits: Tensor = self.head(self.norm(self.blocks(tokens))[:, 0])
-        return logits
+        return self.head(self.norm(self.blocks(tokens))[:, 0])
 
 
 class Embedding(nn.Module):
@@ -116,8 +114,7 @@ class Embedding(nn.Module):
         x = self.words(tokens) + self.positions(place)
         if self.segments is not None:
             x = x + self.segments((2 * place >= length).long())
-        out: Tensor = self.dropout(self.norm(x))
-        return out
+        return self.dropout(self.norm(x))
 
 
 class LanguageModel(nn.Module):
@@ -157,9 +154,7 @@ class LanguageModel(nn.Module):
         x = self.norm(self.blocks(self.embedding(tokens)))
         summary = self.pooler(x[:, 0]) if self.bert else x[:, -1]
         if self.num_classes:
-            logits: Tensor = self.head(summary)
-            return logits
+            return self.head(summary)
         if not self.bert:
-            words: Tensor = self.words(x)
-            return words
+            return self.words(x)
         return self.words(self.transform(x)), self.follows(summary)

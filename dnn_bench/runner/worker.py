@@ -40,8 +40,7 @@ COMMANDS = {
 def function(name: str) -> Callable[..., Any]:
     """The function of this full name; its module is imported now, and not before."""
     module, _, attribute = name.rpartition(".")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-    return found
+    return getattr(importlib.import_module(module), attribute)
 
 
 def make_job(description: dict[str, Any]) -> Job:

@@ -35,8 +35,7 @@ class Head(nn.Module):
 
     def forward(self, values: Tensor | Values) -> Tensor:
         x = values if isinstance(values, Tensor) else values[-1]
-        logits: Tensor = self.linear(F.adaptive_avg_pool2d(x, 1).flatten(1))
-        return logits
+        return self.linear(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
 
 def resnet(layers: int, filters: int, classes: int) -> list[nn.Module]:

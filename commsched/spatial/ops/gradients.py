@@ -69,8 +69,7 @@ def register_hook(tile: Tile, hook: Callable[[Tensor], Tensor | None]) -> Remova
         replaced = hook(gradient(local, mesh, cuts))
         return None if replaced is None else _held(replaced, mesh, cuts)
 
-    handle: RemovableHandle = tile.held.register_hook(on_local)
-    return handle
+    return tile.held.register_hook(on_local)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -372,8 +372,7 @@ def narrow(input: Any, dim: int, start: Any, length: int) -> Any:
 def _cropped(tile: Tile, crops: dict[int, tuple[int, int]]) -> Tile:
     """Pad by negative amounts, per dimension counted from the end."""
     amounts = [crops.get(-1 - i, (0, 0)) for i in range(tile.ndim)]
-    cropped: Tile = pad(tile, [amount for pair in amounts for amount in pair])
-    return cropped
+    return pad(tile, [amount for pair in amounts for amount in pair])
 
 
 def _strided(tile: Tile, axis: int, pixels: range) -> Tile:
