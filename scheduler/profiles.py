@@ -74,16 +74,9 @@ class LayerTable:
         """``matrix``: the weight gradient is a separate product with the cost of the forward."""
         once = self.device.seconds(flops, traffic)
         first = not self.layers
-        self.layers.append(
-            Layer(
-                name,
-                forward=once,
-                backward=once if first or not matrix else 2 * once,
-                bytes=parameters * FLOAT,
-                activation_bytes=outputs * FLOAT,
-                weight_backward=once if matrix else 0.0,
-            )
-        )
+        backward, weight = once if first or not matrix else 2 * once, once if matrix else 0.0
+        sizes = parameters * FLOAT, outputs * FLOAT
+        self.layers.append(Layer(name, once, backward, *sizes, weight_backward=weight))
 
     def extra(self, flops: float = 0.0, values: int = 0, backward: float = 1.0) -> None:
         """Add work without parameters (reading and writing ``values``) to the layer before it."""
@@ -108,9 +101,8 @@ class LayerTable:
 
     def norm(self, name: str, width: int, rows: int) -> None:
         """A batch or layer norm: two passes over its input and one over its output."""
-        self.layer(
-            name, 2 * width, 8.0 * rows * width, 3.0 * FLOAT * rows * width, rows * width, matrix=False
-        )
+        values = rows * width
+        self.layer(name, 2 * width, 8.0 * values, 3.0 * FLOAT * values, values, matrix=False)
 
     def linear(self, name: str, inputs: int, outputs: int, rows: int) -> None:
         weights = inputs * outputs
@@ -237,14 +229,8 @@ def gpt2(batch: int = 8, length: int = 512) -> Profile:
     table.norm("ln_f", width, rows)
     # The head shares wte's weights, whose gradient is complete only when the embedding's backward is: no
     # bytes of its own.
-    table.layer(
-        "lm_head (weights of wte)",
-        0,
-        2.0 * rows * width * words,
-        FLOAT * rows * (width + words),
-        rows * words,
-        True,
-    )
+    flops, traffic = 2.0 * rows * width * words, FLOAT * rows * (width + words)
+    table.layer("lm_head (weights of wte)", 0, flops, traffic, rows * words, matrix=True)
     return table.profile("gpt2", f"batch {batch}, {length} tokens")
 
 

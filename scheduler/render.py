@@ -75,26 +75,16 @@ def _seconds(value: float) -> str:
 
 # -- SVG -----------------------------------------------------------------------------------------------------
 
-COLOURS = {
-    Kind.F: "#4c78a8",
-    Kind.B: "#f58518",
-    Kind.W: "#eeca3b",
-    Kind.RS: "#54a24b",
-    Kind.AG: "#e45756",
-    Kind.AR: "#b279a2",
-    Kind.UPDATE: "#72b7b2",
+LEGEND = {  # colours, and their meaning; other kinds have the colour of STEP
+    Kind.F: ("#4c78a8", "F: forward of a layer"),
+    Kind.B: ("#f58518", "B: backward of a layer"),
+    Kind.W: ("#eeca3b", "W: weight gradient of a layer"),
+    Kind.RS: ("#54a24b", "RS: reduce-scatter of a bucket"),
+    Kind.AG: ("#e45756", "AG: all-gather of a bucket"),
+    Kind.AR: ("#b279a2", "AR: all-reduce of a bucket"),
+    Kind.UPDATE: ("#72b7b2", "UPDATE: optimizer update"),
+    Kind.STEP: ("#9d9d9d", "STEP: optimizer step"),
 }
-MEANING = {
-    Kind.F: "F: forward of a layer",
-    Kind.B: "B: backward of a layer",
-    Kind.W: "W: weight gradient of a layer",
-    Kind.RS: "RS: reduce-scatter of a bucket",
-    Kind.AG: "AG: all-gather of a bucket",
-    Kind.AR: "AR: all-reduce of a bucket",
-    Kind.UPDATE: "UPDATE: optimizer update",
-    Kind.STEP: "STEP: optimizer step",
-}
-_OTHER = "#9d9d9d"
 _ROW, _GAP, _LEFT, _RIGHT, _TOP = 28, 8, 90, 10, 30
 _LETTER = 6.5
 
@@ -155,7 +145,7 @@ def _box(event: Event, top: int, span: float, room: float) -> str:
     left = _LEFT + event.start / span * room
     wide = (event.end - event.start) / span * room
     name = escape(event.name)
-    colour = COLOURS.get(event.action.kind, _OTHER)
+    colour, _ = _drawn(event.action.kind)
     tip = f"{name}: {event.start * 1e3:.3f} to {event.end * 1e3:.3f} ms"
     label = (
         f'<text x="{left + 3:.2f}" y="{top + 18}" fill="white">{name}</text>'
@@ -166,6 +156,10 @@ def _box(event: Event, top: int, span: float, room: float) -> str:
         f'<g><title>{tip}</title><rect x="{left:.2f}" y="{top}" width="{max(wide, 0.5):.2f}" height="{_ROW}"'
         f' fill="{colour}" stroke="white" stroke-width="{0.5 if wide > 3 else 0}"/>{label}</g>'
     )
+
+
+def _drawn(kind: Kind) -> tuple[str, str]:
+    return LEGEND.get(kind, (LEGEND[Kind.STEP][0], kind.value))
 
 
 def _svg_line(x: float, top: float, bottom: float, colour: str) -> str:
@@ -188,8 +182,7 @@ def _axis(top: int, span: float, room: float) -> list[str]:
 def _legend(kinds: Sequence[Kind], y: int) -> list[str]:
     parts, x = [], float(_LEFT)
     for kind in kinds:
-        text = MEANING.get(kind, kind.value)
-        colour = COLOURS.get(kind, _OTHER)
+        colour, text = _drawn(kind)
         parts.append(f'<rect x="{x:.2f}" y="{y - 10}" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{x + 17:.2f}" y="{y}">{escape(text)}</text>')
         x += 30 + _LETTER * len(text)

@@ -124,9 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missed = [text for cell in cells for text in cell.misses()]
     worst = max(cells, key=lambda cell: cell.ratios["optimal"])
     print(
-        f"{len(cells)} cells, {len(missed)} goals missed; the worst is {worst.ratios['optimal']:.4f} of the "
-        "bound:"
-        f" {worst.profile}, ratio {worst.ratio:g}, start-up {worst.startup * 1e6:g} us."
+        f"{len(cells)} cells, {len(missed)} goals missed; the worst is {worst.ratios['optimal']:.4f} of the"
+        f" bound: {worst.profile}, ratio {worst.ratio:g}, start-up {worst.startup * 1e6:g} us."
     )
     for text in missed:
         print(f"- missed: {text}")

@@ -181,13 +181,7 @@ def measure(
     for name in names:
         program = policies.plan(profile, link, name, ranks=ranks, **step, **SEARCH.get(name, {}))
         result = simulate(program, profile, link, slowdown=arguments.slowdown)
-        results[program.policy] = {
-            **figures(result, bound),
-            "efficiency": profile.compute / result.period if result.period else 1.0,
-        }
-    return {
-        "ranks": ranks,
-        "link": {"alpha": link.alpha, "beta": link.beta},
-        "bound": bound,
-        "policies": results,
-    }
+        efficiency = profile.compute / result.period if result.period else 1.0
+        results[program.policy] = {**figures(result, bound), "efficiency": efficiency}
+    wire = {"alpha": link.alpha, "beta": link.beta}
+    return {"ranks": ranks, "link": wire, "bound": bound, "policies": results}

@@ -88,12 +88,12 @@ class Graph:
             )
         for source, target in self.edges:
             before, after = self.nodes[source], self.nodes[target]
-            if _stage_of(before) > _stage_of(after):
+            if (before.stage or 0) > (after.stage or 0):
                 raise InputError(
                     f"{self.where}: {after.name} of stage {after.stage} reads {before.name} of the later"
                     f" stage {before.stage}; edges must lead to the same stage or a later one"
                 )
-        stages = [_stage_of(self.nodes[number]) for number in self.order()]
+        stages = [self.nodes[number].stage or 0 for number in self.order()]
         numbers = sorted(set(stages))
         for expected, stage in enumerate(numbers):
             if stage != expected:
@@ -119,7 +119,7 @@ class Graph:
         done = []
         while sorter.is_active():
             for number in sorter.get_ready():
-                heappush(free, (_stage_of(self.nodes[number]), number))
+                heappush(free, (self.nodes[number].stage or 0, number))
             done.append(heappop(free)[1])
             sorter.done(done[-1])
         return done
@@ -167,14 +167,12 @@ def _node(parts: list[str], place: str) -> Node:
     if wrong:
         raise InputError(f"{place}: fields missing or unknown: {', '.join(map(repr, wrong))}")
     forward, backward, activation, parameter = (_number(values[key], key, place) for key in _FIELDS)
-    stage = _stage(parts[3], place) if len(parts) == 4 else None
+    stage = None
+    if len(parts) == 4:
+        stage = whole(parts[3].partition("=")[2].strip(), f"{place}: field 'stage_id'")
     seconds = [float(time.scaleb(_MILLI)) for time in (forward, backward)]
     layer = Layer(parts[1], seconds[0], seconds[1], round(parameter), round(activation))
     return Node(parts[0], layer, stage)
-
-
-def _stage(text: str, place: str) -> int:
-    return whole(text.partition("=")[2].strip(), f"{place}: field 'stage_id'")
 
 
 def _number(text: str, field: str, place: str) -> Decimal:
@@ -186,10 +184,6 @@ def _number(text: str, field: str, place: str) -> Decimal:
     if not value.is_finite() or not 0 <= value <= LARGEST:
         raise InputError(f"{place}: field {field!r} must be finite, 0 to {LARGEST:,}, got {text!r}")
     return value
-
-
-def _stage_of(node: Node) -> int:
-    return 0 if node.stage is None else node.stage
 
 
 def format_graph(graph: Graph) -> str:

@@ -48,11 +48,7 @@ class PipelinePlan(JsonFile):
                 f"field 'replicas' must have {len(self.cuts)} entries, or a divisor of that (positions that"
                 f" hold several stages), got {len(self.replicas)}"
             )
-        for name, wanted in (
-            ("recompute", len(self.cuts)),
-            ("devices", ranks),
-            ("memory", ranks),
-        ):
+        for name, wanted in (("recompute", len(self.cuts)), ("devices", ranks), ("memory", ranks)):
             if len(getattr(self, name)) != wanted:
                 raise ValueError(f"field {name!r} must have {wanted} entries, got {len(getattr(self, name))}")
         tiles = tuple(grid.size if grid else count for grid, count in zip(self.tiles, self.replicas))

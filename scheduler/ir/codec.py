@@ -112,11 +112,7 @@ def _decode_fields(data: Any, kind: Any, where: str) -> Any:
     known = _fields(kind)
     if not isinstance(data, Mapping):
         raise InputError(f"{where}: must be an object, got {data!r}")
-    required = [
-        name
-        for name, (field, _) in known.items()
-        if field.default is MISSING and field.default_factory is MISSING
-    ]
+    required = [name for name, (f, _) in known.items() if f.default is f.default_factory is MISSING]
     missing = [name for name in required if name not in data]
     unknown = sorted(set(data) - set(known))
     if missing or unknown:
@@ -132,10 +128,7 @@ def _decode_fields(data: Any, kind: Any, where: str) -> Any:
 def _decode_scalar(data: Any, kind: Any, where: str) -> Any:
     kind, most = get_args(kind) if get_origin(kind) is Annotated else (kind, LARGEST)
     whole = isinstance(data, float) and data.is_integer()
-    fits = {
-        int: isinstance(data, int) or whole,
-        float: isinstance(data, (int, float)),
-    }.get(kind, isinstance(data, kind))
+    fits = isinstance(data, (int, float) if kind is float else kind) or (kind is int and whole)
     if not fits or (isinstance(data, bool) and kind is not bool):
         raise InputError(f"{where}: must be {_SCALARS[kind]}, got {data!r}")
     if kind in (int, float) and not -most <= data <= most:

@@ -192,11 +192,8 @@ class Traffic:
             complete = {max(complete): sorted(self.layout.held_by(rank), reverse=True)}
         for place, action in enumerate(order):
             kind = Kind.RS if self.layout.reduction == "scatter" else Kind.AR
-            reduces = [
-                each
-                for stage in complete.get(place, ())
-                for each in self._collectives(kind, stage, action.shift)
-            ]
+            done = complete.get(place, ())
+            reduces = [each for stage in done for each in self._collectives(kind, stage, action.shift)]
             if action.kind in _HALO and self.layout.tile_count(action.stage or 0) > 1:
                 yield Action(_HALO[action.kind], action.index, action.stage, shift=action.shift)
             if self.layout.placement == "eager":

@@ -16,8 +16,9 @@ Order = tuple[Action, ...]
 """The computations of one rank in one period."""
 
 
-def one_stage(stage: int, microbatches: int) -> list[Item]:
-    return [(stage, microbatch) for microbatch in range(microbatches)]
+def by_stage(stages: int, microbatches: int) -> list[list[Item]]:
+    """For positions of one stage each: every micro-batch in turn."""
+    return [[(stage, microbatch) for microbatch in range(microbatches)] for stage in range(stages)]
 
 
 def lead(positions: int, stage: int, hop: int) -> int:
@@ -75,11 +76,7 @@ def _compute(kind: Kind, item: Item, version: int = 0, shift: int = 0) -> Action
 
 
 def gpipe(positions: int, microbatches: int) -> list[Order]:
-    orders = []
-    for stage in range(positions):
-        items = one_stage(stage, microbatches)
-        orders.append(flushed(items, items, ahead=microbatches))
-    return orders
+    return [flushed(items, items, ahead=microbatches) for items in by_stage(positions, microbatches)]
 
 
 # -- 1F1B: a stage runs only as many forwards ahead as it takes to reach the last stage ----------------------
@@ -89,11 +86,10 @@ def gpipe(positions: int, microbatches: int) -> list[Order]:
 
 
 def one_f_one_b(positions: int, microbatches: int, hop: int = 1) -> list[Order]:
-    orders = []
-    for stage in range(positions):
-        items = one_stage(stage, microbatches)
-        orders.append(flushed(items, items, min(lead(positions, stage, hop), microbatches)))
-    return orders
+    return [
+        flushed(items, items, min(lead(positions, stage, hop), microbatches))
+        for stage, items in enumerate(by_stage(positions, microbatches))
+    ]
 
 
 # -- interleaved 1F1B ----------------------------------------------------------------------------------------
@@ -150,11 +146,9 @@ def _with_weights(order: Order, late: int) -> Order:
 
 def pipedream(positions: int, microbatches: int = 1) -> list[Order]:
     orders = []
-    for stage in range(positions):
-        items = one_stage(stage, microbatches)
+    for stage, items in enumerate(by_stage(positions, microbatches)):
         ahead = positions - 1 - stage
-        delay = -(-ahead // microbatches)
-        orders.append(endless(items, items, ahead, {stage: -delay}))
+        orders.append(endless(items, items, ahead, {stage: -ahead // microbatches}))
     return orders
 
 
@@ -166,8 +160,7 @@ def pipedream(positions: int, microbatches: int = 1) -> list[Order]:
 
 def two_bw(positions: int, microbatches: int, hop: int = 1) -> list[Order]:
     orders = []
-    for stage in range(positions):
-        items = one_stage(stage, microbatches)
+    for stage, items in enumerate(by_stage(positions, microbatches)):
         # More than one period ahead, a forward would need a version that does not exist yet.
         ahead = min(lead(positions, stage, hop), microbatches)
         orders.append(endless(items, items, ahead, {stage: -1}))

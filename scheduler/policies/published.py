@@ -50,10 +50,7 @@ def wfbp(problem: Problem) -> Program:
 
 def mgwfbp(problem: Problem) -> Program:
     """Chooses its buckets by the paper's condition unless told otherwise."""
-    if problem.has_buckets:
-        (chosen,) = problem.candidates()
-    else:
-        chosen = _merge(problem)
+    chosen = problem.candidates()[0] if problem.has_buckets else _merge(problem)
     return problem.program("mgwfbp", chosen, collectives(Kind.AR, backward_order(chosen)))
 
 

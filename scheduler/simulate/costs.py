@@ -92,12 +92,8 @@ class Durations:
     def __init__(self, program: Program, profile: Profile, wires: Wires) -> None:
         self.program, self.layout, self.profile, self.wires = program, program.layout, profile, wires
         self.stages = stages_of(profile, program.layout)
-        self.split = {
-            action.stage
-            for lanes in program.kernel
-            for action in lanes[COMPUTE_LANE]
-            if action.kind is Kind.W
-        }
+        computed = [action for lanes in program.kernel for action in lanes[COMPUTE_LANE]]
+        self.split = {action.stage for action in computed if action.kind is Kind.W}
 
     def seconds(self, rank: int, action: Action) -> float:
         stage, members = self.stages[stage_of(action)], self.layout.members(stage_of(action))

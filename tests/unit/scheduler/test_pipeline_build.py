@@ -16,7 +16,7 @@ from scheduler.ir.link import Cluster, Level, Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import Program, depth, unroll
 from scheduler.pipelines import Layout, build, delays, generate
-from scheduler.pipelines.schedules import bundle_ranks, flushed, one_stage
+from scheduler.pipelines.schedules import bundle_ranks, by_stage, flushed
 from scheduler.simulate.lowering import lower_pipeline
 from scheduler.simulate.simulator import run
 from scheduler.validate import validate
@@ -52,7 +52,7 @@ def test_a_generator_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_ADDED", {})
 
     def eager(positions: int, microbatches: int) -> list[Any]:
-        items = [one_stage(stage, microbatches) for stage in range(positions)]
+        items = by_stage(positions, microbatches)
         return [flushed(mine, mine, min(positions - stage, microbatches)) for stage, mine in enumerate(items)]
 
     pipelines.register("eager", eager)
@@ -69,7 +69,7 @@ def test_an_order_that_cannot_step_is_refused(monkeypatch: pytest.MonkeyPatch) -
     from scheduler.pipelines.schedules import endless
 
     monkeypatch.setattr(build, "_ADDED", {})
-    items = one_stage(0, 2)
+    (items,) = by_stage(1, 2)
     pipelines.register("hasty", lambda positions, count: [endless(items, items, 4, {0: -1})])
     with pytest.raises(ValueError, match="0F0@-1.2 needs a version of stage 0 whose gradient 0B1@-1"):
         generate("hasty", 1, 2)
