@@ -542,10 +542,8 @@ def _checked(path: Path, digest: str) -> tuple[bytes, str]:
     except OSError as error:
         return b"", f"{path} cannot be read: {error.strerror}"
     if (actual := hashlib.sha256(data).hexdigest()) != digest:
-        return (
-            b"",
-            f"{path} is damaged: the SHA-256 of its {len(data)} bytes must be {digest} and is {actual}",
-        )
+        what = f"the SHA-256 of its {len(data)} bytes must be {digest} and is {actual}"
+        return b"", f"{path} is damaged: {what}"
     return data, ""
 
 

@@ -319,10 +319,7 @@ def markdown(cells: Sequence[Cell]) -> str:
     name = cells[0].schedule
     peers = [f"{peer} / `{name}`" for peer in ("best peer", *(f"`{peer}`" for peer in AS_THEY_COME))]
     header = ["hosts", "ratio", "models", *peers]
-    mean_rows = [
-        [shape.label, f"{ratio:g}", models, *map(two, over.values())]
-        for shape, ratio, models, over in means(cells)
-    ]
+    mean_rows = [[s.label, f"{r:g}", count, *map(two, over.values())] for s, r, count, over in means(cells)]
     parts = [
         f"Milliseconds per iteration (in brackets: as predicted):\n\n{table(cells, times(name))}",
         "MB that left each host per iteration (least: what the limits `wire` and `floor` exchange):\n\n"

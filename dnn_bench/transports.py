@@ -32,15 +32,10 @@ class Collectives:
     def __init__(self, job: Job) -> None:
         self.ranks: Any = connected(self.library, job)
         self.rank, self.size = self.ranks.rank(), self.ranks.size()
+        self.barrier, self.close = self.ranks.barrier, self.ranks.shutdown
 
     def shard(self, tensor: Tensor) -> Tensor:
         return tensor.view(self.size, -1)[self.rank]
-
-    def barrier(self) -> None:
-        self.ranks.barrier()
-
-    def close(self) -> None:
-        self.ranks.shutdown()
 
 
 class Gloo(Collectives):

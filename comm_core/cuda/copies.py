@@ -69,13 +69,8 @@ class BucketCopy:
         arguments = (
             self._chunks.data_ptr(), self._table.data_ptr(), self.bucket.data_ptr(), float(scale)
         )  # fmt: skip
-        self._launcher.launch(
-            self._kernel,
-            device_number(device),
-            self._blocks,
-            arguments,
-            int(stream.cuda_stream) if stream else 0,
-        )
+        number = int(stream.cuda_stream) if stream else 0
+        self._launcher.launch(self._kernel, device_number(device), self._blocks, arguments, number)
 
     def _set_addresses(self, stream: Any, addresses: list[int]) -> None:
         """Write the tensors' addresses for kernels on the stream, without waiting for any.

@@ -94,8 +94,5 @@ def chunk_table(regions: Sequence[Region], elements: int) -> Table:
 def one_after_another(numels: Sequence[int]) -> list[Region]:
     """Whole tensors without gaps: what ``torch.cat`` would make."""
     starts = np.cumsum([0, *numels])[:-1].tolist()
-    return [
-        Region(i, 0, start, numel)
-        for i, (start, numel) in enumerate(zip(starts, numels, strict=True))
-        if numel
-    ]
+    every = (Region(i, 0, *place) for i, place in enumerate(zip(starts, numels, strict=True)))
+    return [region for region in every if region.count]

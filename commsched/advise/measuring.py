@@ -139,11 +139,8 @@ class Observation:
                 " a script that calls the model, backward() and step() of a torch optimizer"
             )
         step = median(seen.marks["end"] - seen.marks["begin"] for seen in with_ddp)
-        return (
-            step,
-            median(sum(end - start for start, end in seen.waits) for seen in with_ddp),
-            combine(complete),
-        )
+        waited = median(sum(end - start for start, end in seen.waits) for seen in with_ddp)
+        return step, waited, combine(complete)
 
     # -- hooks -----------------------------------------------------------------------------------------------
 

@@ -201,11 +201,8 @@ class ListForward:
         return {name: self.modules[name] for name in self._names[starts[first] : starts[end]]}
 
     def tensors(self, layer: int) -> dict[str, Tensor]:
-        return {
-            f"{name}.{key}": tensor
-            for name, module in self._part(layer, layer + 1).items()
-            for key, tensor in named_tensors(module).items()
-        }
+        tensors = {name: named_tensors(module) for name, module in self._part(layer, layer + 1).items()}
+        return {f"{name}.{key}": tensor for name, part in tensors.items() for key, tensor in part.items()}
 
     def stage(self, first: int, end: int) -> nn.Module:
         stage = ListStage(self._part(first, end), end == len(self.names))

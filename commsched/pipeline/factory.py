@@ -147,10 +147,8 @@ def _filled(old: Tensor, value: Tensor, device: torch.device | str | None) -> Te
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers; those with several names under each of them."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    parameters = model.named_parameters(remove_duplicate=False)
+    return dict([*parameters, *model.named_buffers(remove_duplicate=False)])
 
 
 def _some(names: Sequence[str]) -> str:

@@ -450,19 +450,15 @@ class Evaluation:
     def _evaluating(self) -> Iterator[None]:
         for stage in self.stages.values():  # else what the caller has set would be undone at the end
             stage.follow()
-        modes = [
-            (part, part.training)
-            for stage in self.stages.values()
-            for module in stage.modules
-            for part in module.modules()
-        ]
-        for module, _ in modes:
-            module.training = False
+        modules = [module for stage in self.stages.values() for module in stage.modules]
+        modes = [(part, part.training) for module in modules for part in module.modules()]
+        for part, _ in modes:
+            part.training = False
         try:
             yield
         finally:
-            for module, training in modes:
-                module.training = training
+            for part, training in modes:
+                part.training = training
 
 
 def _sum(values: list[Tensor]) -> Tensor:

@@ -184,17 +184,13 @@ class ReplicaBuckets:
                     if place in places:
                         places.remove(place)
                         if not places:
-                            self.ready(
-                                period, bucket, self.stage.gradients(version, self.stage.grads[period])
-                            )
+                            grads = self.stage.gradients(version, self.stage.grads[period])
+                            self.ready(period, bucket, grads)
 
             return hook
 
-        hooks = [
-            leaf.register_post_accumulate_grad_hook(filled(place))
-            for place, leaf in enumerate(version.leaves)
-            if leaf.requires_grad
-        ]
+        trained = [(place, leaf) for place, leaf in enumerate(version.leaves) if leaf.requires_grad]
+        hooks = [leaf.register_post_accumulate_grad_hook(filled(place)) for place, leaf in trained]
         try:
             yield
         finally:

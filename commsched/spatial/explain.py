@@ -61,10 +61,8 @@ class Report:
     blocks: list[list[str]] = field(default_factory=list)
 
     def __str__(self) -> str:
-        lines = [
-            f"image {self.shape} over a grid of {'x'.join(map(str, self.grid))}",
-            "bytes sent, all ranks:",
-        ]
+        grid = "x".join(map(str, self.grid))
+        lines = [f"image {self.shape} over a grid of {grid}", "bytes sent, all ranks:"]
         names = list(dict.fromkeys(name for rank in self.ranks for name in (*rank.forward, *rank.backward)))
         width = max([len(name) for name in names] + [6])
         lines.append(f"  {'module':{width}} {'forward':>12} {'backward':>12}")

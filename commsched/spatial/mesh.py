@@ -107,10 +107,7 @@ class Mesh:
 
     def like(self, other: Mesh) -> bool:
         """Whether the other one cuts images into the same parts, on as many ranks."""
-        mine, its = (
-            (self.grid, self.dims, self.rank, self.dry),
-            (other.grid, other.dims, other.rank, other.dry),
-        )
+        mine, its = ((mesh.grid, mesh.dims, mesh.rank, mesh.dry) for mesh in (self, other))
         return mine == its
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:

@@ -177,12 +177,9 @@ def read_table(path: Path, columns: Sequence[str]) -> list[LabelledText]:
         # GLUE's tables have quotes within texts that no quote ends.
         lines = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(file)
         header = next(lines, [])
-        places = _places(path, header, columns)
-        rows = [
-            LabelledText(tuple(line[p] for p in places[:-1]), line[places[-1]])
-            for line in lines
-            if len(line) > max(places)
-        ]
+        *texts, label = places = _places(path, header, columns)
+        whole = [line for line in lines if len(line) > max(places)]
+        rows = [LabelledText(tuple(line[text] for text in texts), line[label]) for line in whole]
     rows = [row for row in rows if row.label not in ("", "-") and all(row.texts)]
     if not rows:
         raise InputError(f"{path} has no row with a text and a label")

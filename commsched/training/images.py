@@ -69,12 +69,8 @@ class ClassFolders(Dataset[tuple[Tensor, int]]):
         self.names, self.size = list(names or folders), size
         if unknown := sorted(set(folders) - set(self.names)):
             raise ValueError(f"{root} has folders of classes without training images: {', '.join(unknown)}")
-        self.files = [
-            (path, label)
-            for label, name in enumerate(self.names)
-            if (root / name).is_dir()
-            for path in files_in(root / name)
-        ]
+        labelled = [(root / name, label) for label, name in enumerate(self.names) if (root / name).is_dir()]
+        self.files = [(path, label) for folder, label in labelled for path in files_in(folder)]
         if not self.files:
             raise ValueError(f"{root} has no images; it needs a folder for each class, with images in it")
 

@@ -220,11 +220,8 @@ class Training:
 
     def _save(self) -> None:
         if self.settings.checkpoint is not None:
-            state = {
-                "pipeline": self.pipeline,
-                "epochs": self.epochs,
-                "so_far": (self._total, self._told, self._seconds, self._steps),
-            }
+            so_far = self._total, self._told, self._seconds, self._steps
+            state = {"pipeline": self.pipeline, "epochs": self.epochs, "so_far": so_far}
             self._saving = commsched.save(state, self.settings.checkpoint)
 
     def _resume(self) -> None:
@@ -354,20 +351,15 @@ def curves(epochs: Sequence[Epoch]) -> str:
     scores: dict[str, list[float]] = {}
     for epoch in epochs:
         for name, value in epoch["test"].items():
-            (losses if name == "loss" else scores).setdefault("test" if name == "loss" else name, []).append(
-                value
-            )
+            lines, line = (losses, "test") if name == "loss" else (scores, name)
+            lines.setdefault(line, []).append(value)
     panels = [("loss", losses), *([("test data", scores)] if scores else [])]
     drawn = [_panel(title, lines, numbers, _WIDE * place) for place, (title, lines) in enumerate(panels)]
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDE * len(panels)}" height="{_HIGH}"'
-            ' font-family="sans-serif" font-size="11">',
-            '<rect width="100%" height="100%" fill="white"/>',
-            *drawn,
-            "</svg>\n",
-        ]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDE * len(panels)}" height="{_HIGH}"'
+        ' font-family="sans-serif" font-size="11">'
     )
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *drawn, "</svg>\n"])
 
 
 def _panel(title: str, lines: Mapping[str, Sequence[float]], numbers: Sequence[int], left: int) -> str:

@@ -148,7 +148,7 @@ class Trainer:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.ranks = connected(self.library, job)
-        self.rank, self.size = self.ranks.rank(), self.ranks.size()
+        self.rank, self.size, self.barrier = self.ranks.rank(), self.ranks.size(), self.ranks.barrier
         self.module = job.build_model()
         self.model, self.optimizer = self.wrap(self.module)
 
@@ -175,9 +175,6 @@ class Trainer:
         """Wait for all operations in flight."""
         if self.job.device.startswith("cuda"):
             torch.cuda.synchronize()
-
-    def barrier(self) -> None:
-        self.ranks.barrier()
 
     def record_operations(self) -> None:
         """Start to record. Called once, after all timing: recording takes time."""

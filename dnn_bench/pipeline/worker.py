@@ -237,8 +237,6 @@ SCHEDULES: dict[str, str] = {
     "interleaved": "ScheduleInterleaved1F1B",
     "zero_bubble": "ScheduleInterleavedZeroBubble",
 }
-_SEVERAL = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
-"""The schedules that take a list of stages."""
 
 
 class Peer:
@@ -265,7 +263,7 @@ class Peer:
         self.first, self.last = rank == 0, rank == size - 1
         name = SCHEDULES[schedule]
         kind: Callable[..., Any] = getattr(pipelining, name)
-        given: Any = stages if name in _SEVERAL else stages[0]
+        given: Any = stages if "Interleaved" in name else stages[0]  # these take several stages
         self.schedule = kind(given, n_microbatches=microbatches, loss_fn=job.loss)
         weights = {id(p): p for i in mine for p in modules[i].parameters() if p.requires_grad}
         self.shared = _shared(modules, rank, size)

@@ -430,11 +430,8 @@ def stolen_share(before: Any, after: Any) -> float:
     `psutil.cpu_times`; 0 where the system does not tell.
     """
     # `user` has the time of this machine's guests already.
-    spent = {
-        kind: getattr(after, kind) - getattr(before, kind)
-        for kind in after._fields
-        if not kind.startswith("guest")
-    }
+    kinds = [kind for kind in after._fields if not kind.startswith("guest")]
+    spent = {kind: getattr(after, kind) - getattr(before, kind) for kind in kinds}
     total = sum(spent.values())
     return spent.get("steal", 0.0) / total if total > 0 else 0.0
 

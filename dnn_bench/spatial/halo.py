@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -93,7 +94,7 @@ def measure(
             f"overlapped and waiting convolution differ by {(one - other).abs().max().item()} on rank"
             f" {channel.rank}; their times mean nothing"
         )
-    steps: dict[str, Callable[[], Pair]] = {name: _step(data, mesh) for name, mesh in meshes.items()}
+    steps: dict[str, Callable[[], Pair]] = {name: partial(data.step, mesh) for name, mesh in meshes.items()}
     steps["halo"] = _exchange(data, meshes["overlapped"])
     samples: dict[str, list[Pair]] = {name: [] for name in steps}
     for number in range(sum(counts)):
@@ -128,6 +129,14 @@ class _Data:
         assert isinstance(result, Tile)
         return result.local
 
+    def step(self, mesh: Mesh) -> Pair:
+        self.x.grad = self.weight.grad = None
+        start = time.perf_counter()
+        out = self.forward(mesh)
+        middle = time.perf_counter()
+        out.backward(out.detach())
+        return middle - start, time.perf_counter() - middle
+
     def sent(self, mesh: Mesh) -> tuple[int, int]:
         """Bytes of one forward and of one backward."""
         before = mesh.channel.sent
@@ -143,18 +152,6 @@ class _Data:
             length = self.shape[dim] / parts
             inner *= max(0.0, 1 - min(2, parts - 1) * self.halo / length)
         return 1 - inner
-
-
-def _step(data: _Data, mesh: Mesh) -> Callable[[], Pair]:
-    def step() -> Pair:
-        data.x.grad = data.weight.grad = None
-        start = time.perf_counter()
-        out = data.forward(mesh)
-        middle = time.perf_counter()
-        out.backward(out.detach())
-        return middle - start, time.perf_counter() - middle
-
-    return step
 
 
 def _exchange(data: _Data, mesh: Mesh) -> Callable[[], Pair]:
