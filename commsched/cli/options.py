@@ -39,10 +39,9 @@ def add_profile_and_link(parser: argparse.ArgumentParser, required: bool = True)
         "cost of one RS or AG (with --ranks: of one message on a rank's own link), as"
         " alpha=SECONDS,beta=SECONDS_PER_BYTE, a speed such as 10gbit, or FILE.json"
     )
-    parser.add_argument("--link", required=required, metavar="L", help=text)
-    parser.add_argument(
-        "--algorithm", choices=ALGORITHMS, default="ring", help="with --ranks: algorithm of the collectives"
-    )
+    add = parser.add_argument
+    add("--link", required=required, metavar="L", help=text)
+    add("--algorithm", choices=ALGORITHMS, default="ring", help="with --ranks: algorithm of the collectives")
     add_hosts(parser, "ranks")
 
 
@@ -52,12 +51,9 @@ def add_profile(parser: argparse.ArgumentParser, of: str, required: bool = True)
 
 
 def add_hosts(parser: argparse.ArgumentParser, members: str) -> None:
-    parser.add_argument(
-        "--per-host", type=int, metavar="N", help=f"{members} that share one host's --link (default: 1)"
-    )
-    parser.add_argument(
-        "--inside", metavar="L", help=f"with --per-host: link between the {members} of one host"
-    )
+    add = parser.add_argument
+    add("--per-host", type=int, metavar="N", help=f"{members} that share one host's --link (default: 1)")
+    add("--inside", metavar="L", help=f"with --per-host: link between the {members} of one host")
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
@@ -69,12 +65,9 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--gather", choices=("gradients", "parameters"), default="gradients", help="what all-gathers move"
-    )
-    parser.add_argument(
-        "--early-step", action="store_true", help="with --gather parameters: update during the backward"
-    )
+    add = parser.add_argument
+    add("--gather", choices=("gradients", "parameters"), default="gradients", help="what all-gathers move")
+    add("--early-step", action="store_true", help="with --gather parameters: update during the backward")
 
 
 def load_link(text: str) -> Link:

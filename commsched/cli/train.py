@@ -66,13 +66,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
-    given = parser.add_argument_group("ranks started one by one, without a launcher")
-    given.add_argument("--rank", type=int, metavar="N", help="this process's rank")
+    add = parser.add_argument_group("ranks started one by one, without a launcher").add_argument
+    add("--rank", type=int, metavar="N", help="this process's rank")
     text = "its number on its machine (default: --rank)"
-    given.add_argument("--local-rank", "--local_rank", type=int, metavar="N", help=text)
-    given.add_argument(
-        "--master-addr", "--master_addr", default="127.0.0.1", metavar="A", help="address of rank 0's machine"
-    )
-    given.add_argument("--master-port", type=int, default=29500, metavar="N", help="a free port of it")
+    add("--local-rank", "--local_rank", type=int, metavar="N", help=text)
+    text = "address of rank 0's machine"
+    add("--master-addr", "--master_addr", default="127.0.0.1", metavar="A", help=text)
+    add("--master-port", type=int, default=29500, metavar="N", help="a free port of it")
     text = "number of ranks (default: as the plan, or the stages, say)"
-    given.add_argument("--world-size", type=int, metavar="N", help=text)
+    add("--world-size", type=int, metavar="N", help=text)

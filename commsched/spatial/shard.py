@@ -140,11 +140,7 @@ def channel(ranks: Sequence[int] | None = None, timeout: float = 60.0) -> Channe
         raise ValueError("a channel needs a job: call commsched.init() (or init_process_group) first")
     order = tuple(range(job.size) if ranks is None else ranks)
     members = tuple(sorted(order))
-    if (
-        job.rank not in members
-        or len(set(members)) < len(members)
-        or not set(members) <= set(range(job.size))
-    ):
+    if len(set(order)) < len(order) or not {job.rank} <= set(order) <= set(range(job.size)):
         raise ValueError(
             f"rank {job.rank} of {job.size} needs different ranks with its own, got {list(order)}"
         )
@@ -229,16 +225,10 @@ class _Attached:
 class _Detached:
     """Stands for the hooks of a sharded model that was pickled."""
 
-    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(self, *arguments: Any) -> None:
         pass
 
-    def enter(self, module: nn.Module, args: Any) -> None:
-        pass
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        pass
-
-    end = leave
+    enter = leave = end = begin
 
 
 class _Forward(_Attached):
@@ -292,9 +282,9 @@ class _Forward(_Attached):
     def _check(self, tiles: list[Tile]) -> None:
         if not tiles:
             raise ValueError(
-                f"{self._name}: a sharded model takes tiles, and got none; pass "
-                f"commsched.spatial.scatter(image), or take "
-                "the sharding back with commsched.spatial.unshard(model)"
+                f"{self._name}: a sharded model takes tiles, and got none; pass"
+                " commsched.spatial.scatter(image), or take the sharding back with"
+                " commsched.spatial.unshard(model)"
             )
         others = [tile.mesh for tile in tiles if not tile.mesh.like(self._mesh)]
         if others:

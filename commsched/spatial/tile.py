@@ -159,9 +159,8 @@ class Tile(torch.Tensor):
         if func is torch.ops.aten.detach.default:  # asked for when a leaf is saved
             return Tile.make(args[0].held.detach(), args[0].mesh, args[0].cuts)
         raise ValueError(
-            f"{func}: a tile reached torch's kernels without passing commsched.spatial, which would "
-            f"compute on "
-            "the part as if it were the whole; use tile.local or commsched.spatial.gather(tile) first"
+            f"{func}: a tile reached torch's kernels without passing commsched.spatial, which would compute"
+            " on the part as if it were the whole; use tile.local or commsched.spatial.gather(tile) first"
         )
 
 
@@ -277,17 +276,11 @@ def called(handler: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     try:
         return handler(*args, **kwargs)
     except TypeError:
-        if _has_all(handler, args, kwargs):
-            raise
-    raise Unsupported("not with these arguments")
-
-
-def _has_all(handler: Callable[..., Any], args: tuple, kwargs: dict) -> bool:
-    try:
-        signature(handler).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
+        try:
+            signature(handler).bind(*args, **kwargs)
+        except TypeError:
+            raise Unsupported("not with these arguments") from None
+        raise
 
 
 def image_of(value: Any) -> Tile:
@@ -306,11 +299,8 @@ def tiles_in(tree: Any) -> Iterator[Tile]:
     """The tiles in nested lists, tuples and dicts."""
     if isinstance(tree, Tile):
         yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from tiles_in(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
+    elif isinstance(tree, (dict, list, tuple)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
             yield from tiles_in(value)
 
 

@@ -39,9 +39,8 @@ def _text(kind: str, task: str, batch: int, seq_len: int, vocab: int, **options:
 
 
 def _vector(batch: int, width: int) -> ModelSpec:
-    return ModelSpec(
-        "convolutional.mlp", "vector", batch, {"features": width, "num_classes": 10}, {"width": width}
-    )
+    shape = {"features": width, "num_classes": 10}
+    return ModelSpec("convolutional.mlp", "vector", batch, shape, {"width": width})
 
 
 def _clicks(batch: int, fields: int, vocab: int) -> ModelSpec:

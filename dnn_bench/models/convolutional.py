@@ -123,12 +123,7 @@ class DenseNet(nn.Module):
     def __init__(self, depths: tuple[int, ...], num_classes: int = 1000, growth: int = 32) -> None:
         super().__init__()
         channels = 2 * growth
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, channels, 7, stride=2, padding=3, bias=False),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(3, 2, 1),
-        )
+        self.stem = nn.Sequential(*_conv(3, channels, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
         layers: list[nn.Module] = []
         for stage, depth in enumerate(depths):
             for _ in range(depth):
@@ -173,15 +168,10 @@ class Plain(nn.Module):
             layers += [conv, nn.ReLU(inplace=True)]
             channels = width * multiple
         self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(grid))
-        self.classifier = nn.Sequential(
-            nn.Linear(channels * grid * grid, hidden),
-            nn.ReLU(inplace=True),
-            nn.Dropout(dropout),
-            nn.Linear(hidden, hidden),
-            nn.ReLU(inplace=True),
-            nn.Dropout(dropout),
-            nn.Linear(hidden, num_classes),
-        )
+        dense: list[nn.Module] = []
+        for size in (channels * grid * grid, hidden):
+            dense += [nn.Linear(size, hidden), nn.ReLU(inplace=True), nn.Dropout(dropout)]
+        self.classifier = nn.Sequential(*dense, nn.Linear(hidden, num_classes))
         he_init(self)
 
     def forward(self, x: Tensor) -> Tensor:

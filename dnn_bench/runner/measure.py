@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 from torch import nn
 
 from dnn_bench.baselines.peers import Exchange
@@ -44,11 +43,9 @@ def run_block(trainer: Trainer, warmup: int, iterations: int) -> dict[str, Any]:
         trainer.iteration(*batch)
     cpu, sent = time.process_time(), bytes_sent()
     stamps = [trainer.iteration(*batch) for _ in range(iterations)]
-    if trainer.job.device.startswith("cuda"):
-        torch.cuda.synchronize()
+    trainer.finish()
     starts = [stamp.start for stamp in stamps] + [time.perf_counter()]
     cpu, sent = time.process_time() - cpu, bytes_sent() - sent
-    trainer.finish()
     trainer.barrier()
     status = Path("/proc/self/status").read_text()
     peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
