@@ -497,7 +497,8 @@ PIPELINE_RULES: RuleSet = (
     (("once", once(wanted, lanes=LANES)),),
     (
         ("version", versions),
-        *(("order", rule) for rule in (order, reduce_before_gather)),
+        ("order", order),
+        ("order", reduce_before_gather),
         ("messages", messages),
         ("one order", one_order(_groups)),
     ),

@@ -133,11 +133,8 @@ def _clip_by_norm(optimizer: Any, clip_val: float) -> None:
     optimizer.clip_grad_norm_(clip_val)
 
 
-lightning("strategies").StrategyRegistry.register(
-    Strategy.strategy_name,
-    Strategy,
-    description="Communication scheduled by commsched, without DDP's wrapper",
-)
+_DESCRIPTION = "Communication scheduled by commsched, without DDP's wrapper"
+lightning("strategies").StrategyRegistry.register(Strategy.strategy_name, Strategy, description=_DESCRIPTION)
 
 
 # -- sync_batchnorm=True on CPUs, where torch's ``SyncBatchNorm`` refuses to run -----------------------------

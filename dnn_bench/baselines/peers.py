@@ -127,22 +127,20 @@ def parameter_count(module: nn.Module) -> int:
 
 
 class Horovod(Trainer):
-    """As Horovod's documentation shows it."""
+    """As Horovod's documentation shows it; `options` are the `DistributedOptimizer`'s."""
 
     library = "horovod.torch"
 
     def __init__(self, job: Job, compression: str = "none", **options: Any) -> None:
-        self.compression, self.options = compression, options  # of Commsched
+        self.compression, self.options = compression, options
         super().__init__(job)
 
     def wrap(self, model: nn.Module) -> tuple[Any, Any]:
         optimizer = self.job.build_optimizer(model.parameters())
         self.ranks.broadcast_parameters(model.state_dict(), root_rank=0)
         self.ranks.broadcast_optimizer_state(optimizer, root_rank=0)
-        compression = getattr(self.ranks.Compression, self.compression)
-        return model, self.ranks.DistributedOptimizer(
-            optimizer, model.named_parameters(), compression=compression
-        )
+        options = {"compression": getattr(self.ranks.Compression, self.compression), **self.options}
+        return model, self.ranks.DistributedOptimizer(optimizer, model.named_parameters(), **options)
 
 
 class Commsched(Horovod):
