@@ -9,72 +9,97 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 LONGEST = 30 * 86400.0  # seconds: threads and stores do not take any number
 LAST_PORT = 65535
 
 
-def _setting(default: Any, doc: str, choices: tuple[str, ...] = (), most: float = LONGEST) -> Any:
-    """Return a field of `Settings`; empty `choices` allow any value up to `most`."""
-    return field(default=default, metadata={"doc": doc, "choices": choices, "most": most})
+def _setting(
+    variable: str, default: Any, doc: str, choices: tuple[str, ...] = (), most: float = LONGEST
+) -> Any:
+    """Return a dataclass field that is read from `variable`; empty `choices` allow any value up to `most`."""
+    metadata = {"variable": variable, "doc": doc, "choices": choices, "most": most}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """commsched's settings, each read from ``COMMSCHED_`` and its name in capitals: ``timeout`` from
-    ``COMMSCHED_TIMEOUT``. ``python -c 'import commsched.env as e; print(e.describe())'`` prints them."""
+    """commsched's settings; ``python -c 'import commsched.env as e; print(e.describe())'`` prints them."""
 
     timeout: float = _setting(
+        "COMMSCHED_TIMEOUT",
         1800.0,
         "seconds that a rank waits for another one that runs before it raises CommError; after a tenth of"
         " that, at most 30 s, it says for whom it waits and in what",
     )
-    start_timeout: float = _setting(300.0, "seconds within which all ranks must start and find each other")
+    start_timeout: float = _setting(
+        "COMMSCHED_START_TIMEOUT", 300.0, "seconds within which all ranks must start and find each other"
+    )
     host_timeout: float = _setting(
+        "COMMSCHED_HOST_TIMEOUT",
         25.0,
         "seconds without an answer from a host's kernel after which the host counts as lost, however long its"
         " ranks may compute",
     )
     runtime: str = _setting(
+        "COMMSCHED_RUNTIME",
         "",
         "library that carries out the collectives; unset: horovod under horovodrun, else torch",
         ("", "horovod", "torch"),
     )
     launcher: str = _setting(
+        "COMMSCHED_LAUNCHER",
         "",
         "launcher whose variables are read when those of several are set",
         ("", "horovodrun", "torchrun", "mpirun", "slurm", "none"),
     )
-    master_addr: str = _setting("", "address of rank 0, for launchers that do not provide it (rarely needed)")
+    master_addr: str = _setting(
+        "COMMSCHED_MASTER_ADDR", "", "address of rank 0, for launchers that do not provide it (rarely needed)"
+    )
     master_port: int = _setting(
-        0, "free port on rank 0's host; needed together with COMMSCHED_MASTER_ADDR", most=LAST_PORT
+        "COMMSCHED_MASTER_PORT",
+        0,
+        "free port on rank 0's host; needed together with COMMSCHED_MASTER_ADDR",
+        most=LAST_PORT,
     )
     transport: str = _setting(
+        "COMMSCHED_TRANSPORT",
         "",
         "transport of the optimizer's buckets: direct, ring, tiers, gloo, horovod, stream or plain; unset or"
         " auto: chosen for the device and the hosts",
     )
     wait_for_plan: str = _setting(
-        "", "1: training waits while a plan is searched, so that the same step always has it", ("", "1")
+        "COMMSCHED_WAIT_FOR_PLAN",
+        "",
+        "1: training waits while a plan is searched, so that the same step always has it",
+        ("", "1"),
     )
     timeline: str = _setting(
-        "", "file to which the optimizer writes when each rank computed and communicated (chrome://tracing)"
+        "COMMSCHED_TIMELINE",
+        "",
+        "file to which the optimizer writes when each rank computed and communicated (chrome://tracing)",
     )
     log_every: int = _setting(
-        0, "rank 0 prints what communication costs every so many steps; unset or 0: never", most=2**53
+        "COMMSCHED_LOG_EVERY",
+        0,
+        "rank 0 prints what communication costs every so many steps; unset or 0: never",
+        most=2**53,
     )
     metrics_port: int = _setting(
+        "COMMSCHED_METRICS_PORT",
         0,
         "each rank serves its metrics to Prometheus on this port plus its local rank; unset or 0: none",
         most=LAST_PORT,
     )
     metrics_address: str = _setting(
+        "COMMSCHED_METRICS_ADDRESS",
         "127.0.0.1",
         "address on which ranks serve metrics; 0.0.0.0: all of the host, for anybody who reaches it",
     )
     compare_every: int = _setting(
+        "COMMSCHED_COMPARE_EVERY",
         100,
         "ranks compare their optimizers' settings and parameters in the first step, and then every so many"
         " steps; 0: never",
@@ -85,11 +110,6 @@ class Settings:
     def warning(self) -> float:
         """Seconds after which a rank that waits says so (the engine's channels have the same rule)."""
         return min(30.0, self.timeout / 10)
-
-
-def variable_of(item: Field[Any]) -> str:
-    """Return the environment variable of a field of `Settings`."""
-    return f"COMMSCHED_{item.name.upper()}"
 
 
 def _parse(variable: str, text: str, default: Any, most: float) -> Any:
@@ -109,7 +129,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     """Return the settings in `environ`; ``ValueError`` names a variable whose value is not allowed."""
     values: dict[str, Any] = {}
     for item in fields(Settings):
-        variable, choices = variable_of(item), item.metadata["choices"]
+        variable, choices = item.metadata["variable"], item.metadata["choices"]
         text = environ.get(variable, "").strip()
         if not text:
             continue
@@ -128,4 +148,6 @@ def settings() -> Settings:
 
 def describe() -> str:
     """Return one line per variable: name, default and meaning."""
-    return "\n".join(f"{variable_of(f):<24} {f.default!r:<8} {f.metadata['doc']}" for f in fields(Settings))
+    return "\n".join(
+        f"{f.metadata['variable']:<24} {f.default!r:<8} {f.metadata['doc']}" for f in fields(Settings)
+    )

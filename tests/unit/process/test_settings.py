@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from commsched.env import Settings, describe, read_settings, variable_of
+from commsched.env import Settings, describe, read_settings
 
 
 def test_defaults():
@@ -48,4 +48,5 @@ def test_every_variable_is_documented():
     lines = describe().splitlines()
     assert len(lines) == len(fields(Settings))
     for item, line in zip(fields(Settings), lines, strict=True):
-        assert line.startswith(variable_of(item)) and item.metadata["doc"] in line
+        assert line.startswith(item.metadata["variable"]) and item.metadata["doc"] in line
+        assert item.metadata["variable"].startswith("COMMSCHED_")
