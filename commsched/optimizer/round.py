@@ -677,6 +677,9 @@ class Round:
         """End a round whose sums nobody may use; IDLE."""
         self.abandoned = True
         kept = [(gradient, raw_grad(gradient.param)) for gradient in self.reduced]
+        for gradient, grad in kept:
+            if grad is not None and gradient.filled != self.number and gradient.is_in_place(grad):
+                gradient.move_out()  # of a frozen parameter, from an earlier round
         for gradient, _ in kept:
             gradient.unclear, gradient.sum, gradient.apart, gradient.late = False, None, None, None
             if gradient.filled != self.number:

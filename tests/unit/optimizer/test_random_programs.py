@@ -134,6 +134,7 @@ WEIGHTED = (
 CLIP: tuple[str, dict[str, Any]] = ("clip", {"how": "optimizer", "sync": False})
 ASSIGN = ("change_grads", {"how": "assign", "places": [3], "gathered": False})
 FAILING = ("failing_update", LOSS | {"how": "rate"})
+TRAIN_AGAIN = ("train", {"loss": {}, "steps": 1, "clear": "optimizer", "first": True})
 OTHER = ("other_model", {"kind": "parametrized", "steps": 1})
 AGAIN = ("freeze", {"place": 2, "what": "module", "on": True})
 LOCAL = ("no_sync", LOSS | {"local": 1, "then": "nothing"})
@@ -308,6 +309,8 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
         for options in ({}, SHARDS, {"frozen": 1})
         for then in ([BACKWARD], [STEP], [("read_grads", {"how": "clone", "gathered": True})])
     ),
+    # The old gradient of a frozen parameter lay in the memory that the round of a failed backward gave back.
+    ({}, [TRAIN_AGAIN, FREEZE, ("failing_backward", LOSS | {"bomb": 1, "clear": "model zero"})]),
     # They had been gathered, and clipping, which made a new plan, left them on shards.
     (SHARDS, [("add_by_hand", LOSS), ADD, ("clip", {"how": "optimizer", "sync": True})]),
     # A changed sum was refused on one rank alone, by close(): the other one took half of a sum.
