@@ -243,6 +243,7 @@ class Round:
         # The backward that fills this round, or whose gradients stay local.
         self.running = 0  # ends of backwards that have not come: that backward, and those inside of it
         self._backward = -1  # autograd's number of the backward that the last gradient came from
+        self._computes_again = -1  # that of the last one in which a module has computed its forward again
         self._is_local = self._is_early = False  # of no_sync(), or of an early pass; of an early pass
         self._passes = 0  # early passes since the last step
         self._creates_graph = False  # the backward adds to p.grad out of place
@@ -254,7 +255,6 @@ class Round:
         self.number = 0
         self._is_first = True  # in the first round gradients stay in p.grad, to see which come twice
         self.send_at_end = True
-        self._left: list[Gradient] = []  # in p.grad, until the backward ends
         self._missing: list[int] = []  # by bucket: gradients that have not come
         self._sent: list[bool] = []
         self.done: list[bool] = []  # by bucket: somebody has waited for it
@@ -395,7 +395,6 @@ class Round:
                 # Autograd adds to p.grad, and hooks of user code see and change it, until the backward ends.
                 gradient.twice = gradient.twice or gradient.seen == self.number
                 gradient.seen = self.number
-                self._left.append(gradient)
                 return
             early = self._put(gradient, grad)
             if early and not self.send_at_end:
@@ -444,6 +443,16 @@ class Round:
         self._is_local = self.local_only or self._is_early
         self._creates_graph = torch.is_grad_enabled()
         _EndOfBackward(self)
+
+    def computes_again(self) -> None:
+        """React to a module's forward inside of a backward: checkpointing computes it again.
+
+        All gradients may come in inner backwards, and only what is queued here tells of this one's end.
+        """
+        with self.lock:
+            if self._computes_again != _task():
+                self._computes_again = _task()
+                _EndOfBackward(self)
 
     def _keep_local(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Let a gradient stay on this rank until the next round."""
@@ -504,7 +513,6 @@ class Round:
         self._sent, self.done = [False] * self.flags_bucket, [False] * self.flags_bucket
         self.used, self.factor, self.repeated, self.abandoned, self.raised = [], 1.0, False, False, []
         self._uncleared, self.rest, self._late = None, False, []
-        self._left.clear()
         for gradient in self.gradients:
             gradient.clear = gradient.apart = gradient.late = None
             gradient.touched = False
@@ -626,10 +634,6 @@ class Round:
         """Send what has not been sent; SENT. The outer backward of an inner one continues."""
         with self.lock:
             if not outermost and (self.running or inside_a_backward()):
-                # Nothing may tell of the outer one's end: whoever reads a gradient then must notice it.
-                for gradient in self._left if not self.running else ():
-                    if gradient.pends:
-                        mark_pending(gradient.param, self._accesses[gradient.number], only_grad=True)
                 return
             self._backward, self._counted = -1, False
             if self._is_local:
@@ -680,6 +684,8 @@ class Round:
         for gradient, grad in kept:
             if grad is not None and gradient.filled != self.number and gradient.is_in_place(grad):
                 gradient.move_out()  # of a frozen parameter, from an earlier round
+            if gradient.view is None:
+                clear_pending(gradient.param)
         for gradient, _ in kept:
             gradient.unclear, gradient.sum, gradient.apart, gradient.late = False, None, None, None
             if gradient.filled != self.number:
@@ -1308,8 +1314,7 @@ class Round:
     def inherit(self, before: Round) -> None:
         """Continue from the finished round of other parameters."""
         self.backward_passes, self.local_only = before.backward_passes, before.local_only
-        self.samples, self.stepped = before.samples, before.stepped
-        self.number = before.number - before.due  # a comparison that is due comes with the next round
+        self.samples, self.stepped, self.number = before.samples, before.stepped, before.number
         self.apart = self.apart or before.apart
         self.failed, self._passes, self._dirty = before.failed, before._passes, before._dirty
         sums = {g.param: g.sum for g in before.gradients if g.sum is not None}

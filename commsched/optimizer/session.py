@@ -272,6 +272,7 @@ class Session:
     def _replace(self) -> None:
         """Make a new plan in the place of this one. Collective."""
         optimizer, before = self._optimizer, self.round
+        owed = before.due  # a comparison, which comes with the next round
         self.mode.finish_all()
         self.planner.close()
         self.hooks.remove()
@@ -280,10 +281,11 @@ class Session:
         params = [p for p in optimizer._every_param() if p.requires_grad or id(p) in stay]
         now = {id(param) for param in params}
         self._stay *= 2 if now & self._gone else 1
-        self._gone = (self._gone | self._planned) - now
+        self._gone = ((self._gone | self._planned) - now) & set(map(id, optimizer._every_param()))
         optimizer._options = options = optimizer._options.for_other_params(before.params, params)
         self._begin(params, options)
         self.round.inherit(before)
+        self.round.number -= owed
         self._start()
 
     def _is_due(self) -> bool:
@@ -754,6 +756,8 @@ class Joining:
         except CommError as error:
             if self._round.backend.failure() is None:
                 raise
+            if self._all_here is not None:
+                self._all_here.cancel()
             self.failure = error  # perhaps because a rank has closed it: the agreement in the end tells
 
     def _go_on(self) -> None:

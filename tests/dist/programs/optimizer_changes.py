@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import commsched as hvd
 from commsched.env import settings
@@ -470,6 +471,38 @@ def a_gradient_on_other_ranks_alone_is_told(me: Me) -> None:
 def frozen_branch(model: nn.Module) -> torch.optim.Optimizer:
     model.branch[1].requires_grad_(False)
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+@case(ranks=(2,))
+def all_gradients_may_come_in_inner_backwards(me: Me) -> None:
+    """Where everything that is trained is checkpointed, nobody noticed the end of the outer backward."""
+
+    def blocks() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(12, 12) for _ in range(3))).double()
+
+    def loss(step: int) -> Any:
+        def of(model: nn.Module, rank: int) -> torch.Tensor:
+            x = batch(rank, step, (6, 12), torch.float64).requires_grad_()
+            for block in model:
+                x = checkpoint(block, x, use_reentrant=True)
+            return x.square().mean()
+
+        return of
+
+    for passes in ("no_sync", "passes"):
+        twin = Twin(me, blocks, planned=False, lag=0)
+        twin.optimizer.set_backward_passes_per_step(2 if passes == "passes" else 1)
+        for step in range(6):
+            with twin.optimizer.no_sync() if passes == "no_sync" else nullcontext():
+                loss(step)(twin.model, me.rank).backward()
+            loss(step + 6)(twin.model, me.rank).backward()
+            twin.oracle.backward(loss(step), loss(step + 6))
+            twin.compare_grads(f"step {step}")
+            twin.both(lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+            twin.update()
+            twin.zero_grad()
+        twin.compare(passes)
+        release(twin.optimizer)
 
 
 # -- parameters outside of the plan --------------------------------------------------------------------------
