@@ -82,11 +82,19 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.maxworkerrestart = "0"
 
 
+THREADS: list[int] = []
+"""Torch's, before the first test."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Give every test the random numbers that it has alone: chance decides which tests ran here before."""
+    """Give every test the random numbers and threads that it has alone, whichever ran here before."""
     if torch := sys.modules.get("torch"):
         torch.default_generator.manual_seed(SEED)
+        THREADS.append(torch.get_num_threads())
+        if THREADS[-1] != THREADS[0]:  # a command that ran in this process has set its own
+            torch.set_num_threads(THREADS[0])
+        del THREADS[1:]
 
 
 @pytest.hookimpl(wrapper=True)
