@@ -161,8 +161,11 @@ class EngineBuckets:
         self._outside += 1
         numbers = 2 if buffer.is_complex() else 1
         ends = [end * numbers for end in ends]
-        with engine_errors_as_comm_errors:
+        try:
             self._transport.all_gather(as_real(buffer), step=-self._outside, ends=ends)
+        except comm_core.EngineError as error:
+            self.engine.abort(str(error))  # what still comes would be read into memory that is gone
+            raise CommError(str(error)) from None
 
     def events(self, clear: bool = True) -> npt.NDArray[Any]:
         return self.engine.events(clear)
@@ -191,7 +194,7 @@ class EngineBackend(EngineBuckets, Backend):
     def exchange_seconds(self, size: int) -> float:
         return self._seconds(self._transport, size)
 
-    def tier_seconds(self, sizes: Sequence[int]) -> list[tuple[float, float]]:
+    def tier_seconds(self, sizes: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:
         if self.name != "tiers":
             return []
         with engine_errors_as_comm_errors:
@@ -201,7 +204,7 @@ class EngineBackend(EngineBuckets, Backend):
         inside, between = tiers
         try:
             # Inside a host all of a message moves; between hosts each rank's share of it, all at once.
-            seconds = [(self._seconds(inside, n), self._seconds(between, n, inside.size)) for n in sizes]
+            seconds = [(self._seconds(inside, n), self._seconds(between, m, inside.size)) for n, m in sizes]
             with engine_errors_as_comm_errors:
                 # After this, no rank waits for another one over connections that are closed.
                 self._transport.all_gather(torch.zeros(self.ranks.size, dtype=torch.float32, device="cpu"))

@@ -203,7 +203,7 @@ class Backend(ABC):
     def exchange_seconds(self, size: int) -> float:
         """Return the seconds of one RS or AG of a message of ``size`` bytes. Collective."""
 
-    def tier_seconds(self, sizes: Sequence[int]) -> list[tuple[float, float]]:
+    def tier_seconds(self, sizes: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:
         """Return for each message the seconds of one RS or AG inside the hosts alone, and between them alone.
 
         Empty where the transport has no tiers. Collective.

@@ -333,8 +333,10 @@ def _tables(params: Sequence[nn.Parameter], modules: Sequence[Owner]) -> list[in
 
 def share_of_tables(params: Sequence[nn.Parameter], modules: Sequence[Owner], asked: Options) -> float:
     """Return the share of the gradients' bytes that may travel by rows; 1 where the user wants rows."""
-    tables = [] if asked.row_sparse is False or _obstacle(None, asked) else _tables(params, modules)
-    if tables and asked.row_sparse is True:
+    if asked.row_sparse is False or _obstacle(None, asked):
+        return 0.0
+    tables = _tables(params, modules)
+    if asked.row_sparse is True and (tables or tied_heads(params, modules)):
         return 1.0
     return sum(params[i].nbytes for i in tables) / max(1, sum(p.nbytes for p in params))
 
@@ -692,8 +694,10 @@ class TimedLink:
         sizes = [round(_SMALLEST * (largest / _SMALLEST) ** (k / 5)) for k in range(6)]
         sent = [round(size * wire_share) for size in sizes]
         mine = [(size, backend.exchange_seconds(bytes_)) for size, bytes_ in zip(sizes, sent, strict=True)]
+        # Inside a host an RS moves whole gradients, and an AG what the messages have.
+        both = [((size + bytes_) // 2, bytes_) for size, bytes_ in zip(sizes, sent, strict=True)]
         alone = [
-            list(zip(sizes, tier, strict=True)) for tier in zip(*backend.tier_seconds(sent), strict=True)
+            list(zip(sizes, tier, strict=True)) for tier in zip(*backend.tier_seconds(both), strict=True)
         ]
         by_rank = backend.ranks.all_values([mine, *alone])
         self._messages, *tiers = map(_mean, zip(*by_rank, strict=True))

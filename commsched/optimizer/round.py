@@ -42,7 +42,7 @@ queued callback at the end of the backward it was queued in, and drops it uncall
 [Note: gradients apart]
 Sparse gradients, those that come late, and those of parameters outside of the plan (they were frozen when it
 was made) are reduced outside of the buckets, by all ranks together, once the flags tell of them
-(``finish_apart``). Ranks come to that in different places. Before a step it is where one of these gradients
+(``reduce_apart``). Ranks come to that in different places. Before a step it is where one of these gradients
 is read, in ``step()``, or where the round ends. After it, it is where the flags are read, which is earlier on
 one rank than on another, depending on what has arrived: with two optimizers the ranks would wait for each
 other in different ones. So ``step()`` reads the flags where gradients may come apart: where a parameter
@@ -769,7 +769,7 @@ class Round:
                 self._leave_raised()
             wanted = list(params)
             if self.state is State.SENT and any([i >= len(self.params) for i in wanted]):
-                self.finish_apart()
+                self.reduce_apart()
             if self.state is State.SENT and not self.mode.readable:
                 self.wait_for_flags()
                 wanted = [i for i in wanted if not self.gradients[i].exposed]
@@ -800,7 +800,7 @@ class Round:
         """Wait for all pending gradients and parameters, and for empty buckets, which the others need."""
         if self.pending or self.rest or not all([self.done[bucket] for bucket in self._empty]):
             with self.lock:
-                self.finish_apart()
+                self.reduce_apart()
                 self.complete_buckets(range(self.flags_bucket))
 
     def needed(self, params: Sequence[int]) -> None:
@@ -822,7 +822,7 @@ class Round:
             if self.outside and not self.rest:
                 self._expose_outside([g for g in self.outside if not g.exposed])  # after an error
             if self._late:
-                self.finish_apart()
+                self.reduce_apart()
             done, slices, touched = self.done, self.buffers.layout.slices, dict[int, None]()
             for bucket in buckets:
                 if not done[bucket]:
@@ -831,7 +831,7 @@ class Round:
                     done[bucket] = True
                     touched.update(dict.fromkeys(slices[bucket].params))
             if self.rest and any([self.used[i] >= SPARSE for i in touched]):
-                self.finish_apart()
+                self.reduce_apart()
             gradients = self.gradients
             complete, used = [], []
             for i in touched:
@@ -919,7 +919,7 @@ class Round:
         if not self.rest:
             self._expose_outside([g for g in self.outside if not g.exposed])
         elif self.state is not State.SENT:
-            self.finish_apart()
+            self.reduce_apart()
 
     def reduces_apart(self) -> bool:
         """Return whether this round, whose flags have arrived, has gradients that no bucket carries."""
@@ -929,7 +929,7 @@ class Round:
         least = LATE if self.sparse_as_dense else SPARSE
         return bool((flags[:count] >= least).any() or flags[count : places.votes].any())
 
-    def finish_apart(self) -> None:
+    def reduce_apart(self) -> None:
         """Reduce what no bucket contained, as the flags tell. Collective: see [Note: gradients apart]."""
         self.wait_for_flags()
         if not self.rest:
@@ -945,14 +945,14 @@ class Round:
         outside = []
         if refusal is None:  # else no rank comes
             outside = [gradient for gradient in self.outside if self.used[gradient.number]]
-            self._sum_outside(outside)
+            self._reduce_outside(outside)
             if self._late or sparse:
-                self.mode.reduce_apart(bool(self._late), sparse)
+                self.mode.reduce_planned(bool(self._late), sparse)
         self.rest = False
         self._expose_outside(outside, summed=True)
         self._expose_outside([g for g in self.outside if not g.exposed])
 
-    def sum_apart(self, gradients: Sequence[Gradient]) -> None:
+    def reduce_dense(self, gradients: Sequence[Gradient]) -> None:
         """Replace what these gradients have apart from the buckets by its mean (or sum). Collective.
 
         As in buckets: dense ones of a type travel together, rounded to the type of the wire.
@@ -975,11 +975,11 @@ class Round:
             for gradient, grad, part in zip(same, mine, total.split([g.numel() for g in mine]), strict=True):
                 gradient.apart = torch.empty_like(grad).copy_(part.view(grad.shape))
 
-    def _sum_outside(self, outside: Sequence[Gradient]) -> None:
+    def _reduce_outside(self, outside: Sequence[Gradient]) -> None:
         """Reduce the gradients of parameters outside of the plan that some rank has. Collective."""
         self.summed_outside.update(gradient.number for gradient in outside)
         with torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
-            self.sum_apart([g for g in outside if self.used[g.number] % SPARSE])
+            self.reduce_dense([g for g in outside if self.used[g.number] % SPARSE])
             for gradient in outside:
                 if self.used[gradient.number] % SPARSE == 0:  # no rank's gradient is dense
                     gradient.apart = self.ranks.reduce_sparse(

@@ -151,7 +151,7 @@ class Session:
         self._parts = _Parts(os.getpid(), self.backend)
         self._finalizer = weakref.finalize(self, _Parts.close, self._parts)
         self._frozen: dict[int, int] = {}  # steps that parameters of the plan have been frozen, by their ids
-        self._stay, self._gone = STAY, set[int]()  # which have left the plan, frozen
+        self._stay, self._left = STAY, set[int]()  # which have left the plan, frozen
         ranks = self.backend.ranks
         self._agreement = Agreement(self._optimizer, ranks)
         self._begin(params, options)
@@ -280,8 +280,8 @@ class Session:
         stay = {i for i in self._planned if self._frozen.get(i, 0) < self._stay}
         params = [p for p in optimizer._every_param() if p.requires_grad or id(p) in stay]
         now = {id(param) for param in params}
-        self._stay *= 2 if now & self._gone else 1
-        self._gone = ((self._gone | self._planned) - now) & set(map(id, optimizer._every_param()))
+        self._stay *= 2 if now & self._left else 1
+        self._left = ((self._left | self._planned) - now) & set(map(id, optimizer._every_param()))
         optimizer._options = options = optimizer._options.for_other_params(before.params, params)
         self._begin(params, options)
         self.round.inherit(before)
@@ -777,7 +777,7 @@ class Joining:
             # Reading the flags may wait until the others read them, who may be busy with another optimizer.
             if now.reduces_apart() and ranks.next_order() is None:
                 return
-            now.finish_apart()
+            now.reduce_apart()
             self._in_step = len(ranks.joined) < ranks.size
         if not self._in_step:
             last = set(ranks.joined) - set(self._early) or set(ranks.joined)

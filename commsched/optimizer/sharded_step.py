@@ -90,7 +90,7 @@ class ShardedStep(StepMode):
         self._updated = False  # the last round ended with an update
         self._kept = False  # its gradients had been gathered, and stay
         self._gather_again = False  # they had been gathered before a new plan was made
-        self._gone: dict[nn.Parameter, str] = {}  # whose gradients the last update has used up, with names
+        self._used_up: dict[nn.Parameter, str] = {}  # whose gradients the last update has used up, with names
         self._buckets: list[int] = []  # in the order of their RS
         self._early: EarlyUpdates | None = None
         self._settings: Settings = {}  # of the optimizer, when the round began
@@ -142,7 +142,7 @@ class ShardedStep(StepMode):
 
     def close(self) -> None:
         self._end_early()
-        for param in self._gone:
+        for param in self._used_up:
             clear_pending(param)
 
     def _end_early(self) -> None:
@@ -155,7 +155,7 @@ class ShardedStep(StepMode):
     def check_can_begin(self) -> None:
         self.check_not_updated("there is no further backward")
         self.round.settle()  # the last update tells what is gone
-        if self._gone:
+        if self._used_up:
             raise ValueError(
                 "with gather='parameters' step() leaves no gradients that a further backward could add to;"
                 " call optimizer.zero_grad() between step() and the next backward"
@@ -257,7 +257,7 @@ class ShardedStep(StepMode):
 
     def _lose(self, param: nn.Parameter, name: str) -> None:
         """Refuse to read a gradient that the last step has used up, until it is cleared."""
-        self._gone[param] = name
+        self._used_up[param] = name
         access = Access(
             partial(self._refuse, name), partial(self._replace, param), partial(self._clear, param)
         )
@@ -266,7 +266,7 @@ class ShardedStep(StepMode):
     def inherit(self, before: StepMode) -> None:
         if isinstance(before, ShardedStep):
             self._gather_again = before._gather_again
-            for param, name in before._gone.items():
+            for param, name in before._used_up.items():
                 self._lose(param, name)  # also of one that is frozen, which this plan does not contain
 
     def _refuse(self, name: str) -> None:
@@ -278,7 +278,7 @@ class ShardedStep(StepMode):
 
     def _replace(self, param: nn.Parameter, grad: torch.Tensor | None) -> bool:
         set_raw_grad(param, grad)
-        self._gone.pop(param, None)
+        self._used_up.pop(param, None)
         clear_pending(param)
         return True
 
@@ -286,7 +286,7 @@ class ShardedStep(StepMode):
         return self._replace(param, None if set_to_none else torch.zeros_like(param, requires_grad=False))
 
     def cleared(self, set_to_none: bool) -> None:
-        for param in list(self._gone):
+        for param in list(self._used_up):
             self._clear(param, set_to_none)
 
     def refuse_early(self, what: str) -> None:
@@ -362,7 +362,7 @@ class ShardedStep(StepMode):
         with now.lock:
             if now.state is State.IDLE:  # after a synchronize() without a gradient
                 now.seal()
-            now.finish_apart()
+            now.reduce_apart()
             self.tell_joined("step", options_of(self._optimizer))
             if self._early is None:
                 shared = now.shared_memory()
@@ -418,7 +418,7 @@ class ShardedStep(StepMode):
         self.round.timed(f"the sums of bucket {bucket}", self.backend.wait_reduced, bucket)
 
     def _wait_all_reduced(self) -> None:
-        self.round.finish_apart()
+        self.round.reduce_apart()
         for bucket in self._buckets:
             self._wait_reduced(bucket)
 
@@ -458,7 +458,7 @@ class ShardedStep(StepMode):
         if self._early is not None:
             self._early.finish()  # this round's updates are made and cannot be undone
         else:
-            self.round.finish_apart()
+            self.round.reduce_apart()
             self.tell_joined("discard")
         for bucket in self._buckets:
             self.backend.wait_reduced(bucket)

@@ -209,7 +209,7 @@ class StepMode(ABC):
         """Return why these sparse gradients cannot be reduced, if so."""
         return None
 
-    def reduce_apart(self, late: bool, sparse: Sequence[int]) -> None:
+    def reduce_planned(self, late: bool, sparse: Sequence[int]) -> None:
         """Reduce gradients of the plan that no bucket contained: late and sparse ones."""
 
     @abstractmethod
@@ -356,12 +356,12 @@ class WholeStep(StepMode):
             gradient.sum = added_to
             set_raw_grad(gradient.param, grad)
 
-    def reduce_apart(self, late: bool, sparse: Sequence[int]) -> None:
+    def reduce_planned(self, late: bool, sparse: Sequence[int]) -> None:
         now = self.round
         if late:
             self._reduce_again()
         gradients = [now.gradients[i] for i in sparse]
-        now.sum_apart([gradient for gradient in gradients if gradient.misfits()])
+        now.reduce_dense([gradient for gradient in gradients if gradient.misfits()])
         for gradient in gradients:
             assert gradient.view is not None
             if not gradient.misfits():
@@ -396,7 +396,7 @@ class WholeStep(StepMode):
     def step(self, optimizer: Any, synchronous: bool) -> None:
         base, now = optimizer._base, self.round
         if now.may_come_apart:
-            now.finish_apart()
+            now.reduce_apart()
         whole = (
             synchronous
             or not is_separable(base)

@@ -51,15 +51,18 @@ def tier_sum(
     then in host order. See "order of sums in two tiers" in `two_tier.h`.
     """
     dtype, several = parts[0].dtype, len(set(hosts)) > 1
+    most = max(list(hosts).count(host) for host in hosts)
+    room = 2.0 ** (most - 1).bit_length() if several and (wire or dtype) == torch.float16 else 1.0
     wide = torch.float32 if dtype in HALVES else dtype
     parts = [part if before == 1.0 else (part.to(wide) * before).to(dtype) for part in parts]
     sums = []
     for host in sorted(set(hosts)):
         own = [part for part, of in zip(parts, hosts, strict=True) if of == host]
         total = _added(own, wide)
+        total = total if room == 1.0 else total / room
         sums.append(total.to(wire or dtype) if several else total)
     total = _added(sums, wide)
-    return (total if after == 1.0 else total * after).to(dtype)
+    return (total if after * room == 1.0 else total * (after * room)).to(dtype)
 
 
 def tier_gathered(total: torch.Tensor, hosts: Sequence[int], wire: torch.dtype | None) -> torch.Tensor:

@@ -20,7 +20,8 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<int64_t>
 //   board of one rank:   head | shard 0: slot 0, slot 1, ... | shard 1: slot 0, ... | ... shard N-1
 //
 // A slot holds one segment of one shard. The board itself knows nothing of who may write or read when: see two_tier.h. The head
-// holds the token by which a neighbour knows the board, how many segments its rank has published, and when it last waited.
+// holds the token by which a neighbour knows the board, how many segments its rank has published and of what, and when it last
+// waited.
 class HostBoard {
  public:
   static constexpr size_t kHead = 4096;  // bytes
@@ -48,9 +49,16 @@ class HostBoard {
   char* own(int shard, uint64_t sequence) { return slot(place_, shard, sequence); }
   const char* of(int place, int shard, uint64_t sequence) const { return slot(place, shard, sequence); }
 
-  // What this rank wrote before is visible to a neighbour for which published(place, sequence) is true.
-  void publish(uint64_t sequence) { counter(place_).store(sequence + 1, std::memory_order_release); }
-  bool published(int place, uint64_t sequence) const { return counter(place).load(std::memory_order_acquire) > sequence; }
+  // What this rank wrote before is visible to a neighbour for which published(place, sequence, form) is true. Both give the same
+  // form, a number that tells what the segment belongs to.
+  void publish(uint64_t sequence, uint64_t form) {
+    form_of(place_, sequence).store(form, std::memory_order_relaxed);
+    counter(place_).store(sequence + 1, std::memory_order_release);
+  }
+  bool published(int place, uint64_t sequence, uint64_t form) const {
+    return counter(place).load(std::memory_order_acquire) > sequence &&
+           form_of(place, sequence).load(std::memory_order_relaxed) == form;
+  }
 
   // Where this rank's channel writes the time while it waits, and the time since a neighbour's did so. The processes of one host
   // have one clock.
@@ -71,6 +79,11 @@ class HostBoard {
   std::atomic<uint64_t>& counter(int place) const { return *reinterpret_cast<std::atomic<uint64_t>*>(boards_[place] + 64); }
 
   std::atomic<int64_t>& pulse_of(int place) const { return *reinterpret_cast<std::atomic<int64_t>*>(boards_[place] + 128); }
+
+  // Of the segment in this slot.
+  std::atomic<uint64_t>& form_of(int place, uint64_t sequence) const {
+    return reinterpret_cast<std::atomic<uint64_t>*>(boards_[place] + 192)[sequence % shape_.slots];
+  }
 
   const Shape shape_;
   const int place_;

@@ -46,6 +46,7 @@ TwoTierTransport::TwoTierTransport(std::shared_ptr<Channel> channel, int rank, s
   received_.reserve(static_cast<int>(members_.size()), depth_, segment_bytes_);  // a row for each host
   for (const auto& ranks : members_) {
     for (size_t place = 0; place < ranks.size(); ++place) place_[ranks[place]] = static_cast<int>(place);
+    while (room_ < static_cast<double>(ranks.size())) room_ *= 2;
   }
   for (int shard = 0; shard < size_; ++shard) {
     if (shard != rank_ && deputy(shard, host_) == rank_) entrusted_.push_back(shard);
@@ -106,9 +107,16 @@ void TwoTierTransport::finish_sends(size_t segments) {
   }
 }
 
+// Neighbours whose buckets differ would add other elements: their forms differ, too.
+TwoTierTransport::Work TwoTierTransport::work(const BucketSpec& b, const OpTag& tag, DType type, DType wire) const {
+  uint64_t form = static_cast<uint64_t>(type) << 8 | static_cast<uint64_t>(wire);
+  for (int shard = 0; shard < size_; ++shard) form = form * 1000003 + b.part_end(shard, size_);
+  return {b, tag, type, wire, form};
+}
+
 // Tells the neighbours that segment k lies on this rank's board, and lets them tell this rank.
 void TwoTierTransport::announce(const Work& work, int round, size_t k) {
-  board_->publish(sequence_ + k);
+  board_->publish(sequence_ + k, work.form);
   const MessageTag tag = message(work.tag, round, k);
   for (const int other : neighbours_) {
     request(receives_, other, k) = channel_->irecv(nullptr, 0, other, tag);
@@ -117,13 +125,14 @@ void TwoTierTransport::announce(const Work& work, int round, size_t k) {
   }
 }
 
-void TwoTierTransport::await_announcements(size_t k) {
+void TwoTierTransport::await_announcements(const Work& work, size_t k) {
   for (const int other : neighbours_) {
     wait_for(receives_, other, k);
-    if (board_->published(place_[other], sequence_ + k)) continue;
+    if (board_->published(place_[other], sequence_ + k, work.form)) continue;
     throw EngineError(ErrorKind::mismatch,
-                      "rank " + std::to_string(other) + " announced segment " + std::to_string(sequence_ + k) +
-                          ", which its board does not have: is that the board of another optimizer?",
+                      "rank " + std::to_string(other) + " announced segment " + std::to_string(sequence_ + k) + ", but not of " +
+                          std::to_string(work.bucket.count) + " elements of " + dtype_name(work.type) +
+                          " as here, or its board is that of another optimizer; use the same plan on all ranks",
                       other);
   }
 }
@@ -143,7 +152,7 @@ void TwoTierTransport::lay_out_slices(const Work& work, size_t k) {
 void TwoTierTransport::sum_on_host(const Work& work, size_t k) {
   const BucketSpec& b = work.bucket;
   const MessageTag tag = message(work.tag, kScatter, k);
-  await_announcements(k);
+  await_announcements(work, k);
   const size_t mine = part(work, rank_).size(k);
   for (int host = 0; mine > 0 && host < static_cast<int>(members_.size()); ++host) {
     if (host == host_) continue;
@@ -161,7 +170,8 @@ void TwoTierTransport::sum_on_host(const Work& work, size_t k) {
     }
     if (shard != rank_) wait_for(sends_, shard, k);  // the previous use of this slot
     char* sum = work.wire == work.type ? slice : outgoing_.slot(shard, k);
-    sum_in_order(parts_.data(), static_cast<int>(ranks.size()), work.type, sum, work.wire, n, one_host() ? b.postscale : 1.0);
+    const double scale = one_host() ? b.postscale : work.wire == DType::f16 ? 1.0 / room_ : 1.0;
+    sum_in_order(parts_.data(), static_cast<int>(ranks.size()), work.type, sum, work.wire, n, scale);
     if (shard == rank_) continue;
     pass_gate(wire_bytes(work.wire, n));
     request(sends_, shard, k) = channel_->isend(sum, wire_bytes(work.wire, n), shard, tag);
@@ -184,19 +194,21 @@ void TwoTierTransport::sum_of_hosts(const Work& work, size_t k) {
     wait_for(receives_, deputy(rank_, host), k);
     parts_[host] = received_.slot(host, k);
   }
-  sum_in_order(parts_.data(), hosts, work.wire, place, work.type, n, b.postscale);
+  const double scale = work.wire == DType::f16 ? b.postscale * room_ : b.postscale;
+  sum_in_order(parts_.data(), hosts, work.wire, place, work.type, n, scale);
 }
 
 // Any rank's next step needs only earlier segments of the others, or bytes that are moving, so the slowest rank can always go on.
 void TwoTierTransport::reduce_scatter(const BucketSpec& b, const OpTag& tag) {
   if (size_ == 1) return scale_alone(b);
-  const Work work{b, tag, b.dtype, one_host() ? b.dtype : b.wire_dtype};
+  const Work work = this->work(b, tag, b.dtype, one_host() ? b.dtype : b.wire_dtype);
   convert(b.reduce_ptr, b.dtype, b.reduce_ptr, b.dtype, b.count, b.prescale);
   const size_t all = segments(b, work.type);
   size_t laid_out = 0, summed = 0;
   for (size_t k = 0; k < all; ++k) {
     const size_t ahead = this->ahead();
-    for (; laid_out < std::min(all, k + ahead); ++laid_out) lay_out_slices(work, laid_out);
+    // Two at first: the link between the hosts waits for the first of them.
+    for (; laid_out < std::min(all, k + std::min(ahead, k + 2)); ++laid_out) lay_out_slices(work, laid_out);
     sum_on_host(work, k);
     for (; summed + ahead <= k + 1; ++summed) sum_of_hosts(work, summed);
   }
@@ -249,7 +261,7 @@ void TwoTierTransport::lay_out_shards(const Work& work, size_t k) {
 
 // Third part: copies segment k of the shards on the neighbours' boards.
 void TwoTierTransport::take_shards(const Work& work, size_t k) {
-  await_announcements(k);
+  await_announcements(work, k);
   for (int shard = 0; shard < size_; ++shard) {
     const Cut cut = part(work, shard);
     const int from = deputy(shard, host_);
@@ -261,7 +273,7 @@ void TwoTierTransport::take_shards(const Work& work, size_t k) {
 
 void TwoTierTransport::all_gather(const BucketSpec& b, const OpTag& tag) {
   if (size_ == 1) return;
-  const Work work{b, tag, gather_type(b), one_host() ? gather_type(b) : gather_wire(b)};
+  const Work work = this->work(b, tag, gather_type(b), one_host() ? gather_type(b) : gather_wire(b));
   const size_t all = segments(b, work.type);
   size_t sent = 0;
   for (size_t k = 0; k < all; ++k) {

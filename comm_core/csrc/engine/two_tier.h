@@ -43,6 +43,8 @@ namespace commsched {
 //
 // Gradients are scaled by `prescale` in their own type. A host's sum is formed in rank order (16-bit types: in float) and rounded
 // once to the wire type, on the owner's host too: else a sum would depend on which rank owns its shard, and so on the buckets.
+// In float16 it could become infinite where the mean of all ranks does not: it is divided by the least power of two that is not
+// less than the ranks of any host, and the sum over the hosts multiplied by it, which changes no other bits above subnormals.
 // The hosts' sums are added in host order (16-bit types: in float), scaled by `postscale` and rounded once to the bucket's type.
 // With one host nothing is rounded to the wire type, and the sum has the bits of the direct exchange without one; with one rank
 // for each host it has the bits of the direct exchange.
@@ -72,7 +74,10 @@ class TwoTierTransport : public ExchangeTransport {
     const OpTag& tag;
     DType type;  // in the buffer
     DType wire;  // in messages; `type` with one host
+    uint64_t form;  // of its segments on the boards
   };
+
+  Work work(const BucketSpec& bucket, const OpTag& tag, DType type, DType wire) const;
 
   bool one_host() const { return members_.size() == 1; }
   int deputy(int shard, int host) const { return members_[host][place_[shard] % members_[host].size()]; }
@@ -83,7 +88,7 @@ class TwoTierTransport : public ExchangeTransport {
   void finish_sends(size_t segments);
 
   void announce(const Work& work, int round, size_t k);
-  void await_announcements(size_t k);
+  void await_announcements(const Work& work, size_t k);
 
   void lay_out_slices(const Work& work, size_t k);
   void sum_on_host(const Work& work, size_t k);
@@ -97,6 +102,7 @@ class TwoTierTransport : public ExchangeTransport {
   std::vector<std::vector<int>> members_;  // by host: its ranks, ascending
   std::vector<int> place_;                 // by rank: its number among its host's ranks
   const int host_;                         // this rank's
+  double room_ = 1.0;                      // by which a host's sum in float16 is divided
   std::vector<int> entrusted_;             // the shards whose deputy on this host is this rank; its own is the last
   std::vector<int> neighbours_;            // the other ranks of this host
   const std::unique_ptr<HostBoard> board_;

@@ -114,6 +114,14 @@ def test_sums_have_the_bits_of_the_documented_order(
     assert_all_equal(reduced(hosts, data, steps=3, wire_dtype=wire, postscale=after), expected)
 
 
+@pytest.mark.parametrize(("dtype", "wire"), [(torch.float16, None), (torch.float32, torch.float16)])
+def test_the_sum_of_a_host_is_finite_in_float16_where_the_mean_is(
+    dtype: torch.dtype, wire: torch.dtype | None
+) -> None:
+    data = [torch.full((8 * 9,), 20000.0, dtype=dtype) for _ in range(8)]
+    assert_all_equal(reduced(PLACES["2x4"], data, wire_dtype=wire, postscale=1 / 8), data[0])
+
+
 @pytest.mark.parametrize("place", ["2x2", "3+1", "mixed", "one host"])
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])
 def test_uneven_parts_and_a_prescale(place: str, wire: torch.dtype | None) -> None:
@@ -302,17 +310,29 @@ def test_hosts_and_boards_must_fit() -> None:
         assert f"it has {size} bytes, but {4096 + (8 << 20)} are needed" in str(error)
 
 
-def test_different_operations_are_a_mismatch() -> None:
+@pytest.mark.parametrize(
+    ("longer", "dtypes", "steps"),
+    [
+        (0, (torch.float32, torch.float32), (0, 1)),
+        (8, (torch.float32, torch.float32), (0, 0)),  # in as many segments
+        (0, (torch.float32, torch.int32), (0, 0)),
+    ],
+)
+def test_different_operations_are_a_mismatch(
+    longer: int, dtypes: Sequence[torch.dtype], steps: Sequence[int]
+) -> None:
     transports = tier_transports([0, 0])
 
     def one(rank: int) -> EngineError:
+        bucket = torch.ones(2000 + longer * rank, dtype=dtypes[rank])
         try:
-            return failure(lambda: transports[rank].all_reduce(torch.ones(2000), step=rank))
+            return failure(lambda: transports[rank].all_reduce(bucket, step=steps[rank]))
         finally:
             transports[rank].close()
 
     errors = on_ranks(2, one)
-    assert any("do all ranks run the same plan?" in str(error) for error in errors)
+    told = "do all ranks run the same plan?", "use the same plan on all ranks"
+    assert any(each in str(error) for error in errors for each in told)
     assert all(error.kind in ("mismatch", "peer_lost") for error in errors)
 
 
