@@ -276,6 +276,8 @@ def _queue(callback: Callable[[], None]) -> None:
 class _NoUpdate(Optimizer):
     """Updates nothing. Distributed, its ``step()`` waits until all gradients are reduced."""
 
+    shares_parameters = True  # until the next forward, with an optimizer that has claimed some
+
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(params, {})
 

@@ -272,8 +272,6 @@ class Hooks:
             self.compiled = True
             return
         now = self.round
-        if torch._C._current_graph_task_id() != -1:
-            now.computes_again()
         if now.watch is not None:
             now.watch.forward(number)
         if number not in self._place:

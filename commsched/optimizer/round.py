@@ -67,7 +67,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -123,7 +123,12 @@ _KEPT_ROUNDS = 60
 _counted_in: dict[int, weakref.ref[Round]] = {}
 """By autograd's number of each backward of a weighted loss the round whose optimizer has weighted it."""
 
-_APPLY = BackwardCFunction.apply.__code__
+# Of Python functions in a backward; older versions of torch have one of the two.
+_APPLY = {
+    getattr(BackwardCFunction, name).__code__
+    for name in ("apply", "apply_boxed")
+    if hasattr(BackwardCFunction, name)
+}
 _engine: Any = torch.autograd.Variable._execution_engine
 _task: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -179,6 +184,19 @@ class _EndOfBackward:
             self._round.backward_raised()
 
 
+class _Once:
+    """Hooked before a node for one backward: the node of a leaf outlives it."""
+
+    def __init__(self, node: Any, of: weakref.ref[Round]) -> None:
+        self._round, self._handle = of, node.register_prehook(self)
+
+    def __call__(self, _: Any) -> None:
+        self._handle.remove()
+        now = self._round()
+        if now is not None:
+            now.goes_on()
+
+
 class _EndOfWeighted:
     """Queued in the backward of a weighted loss; autograd drops it at the end, however that comes."""
 
@@ -195,16 +213,20 @@ class _EndOfWeighted:
 
 
 def inside_a_backward() -> bool:
-    """Return whether the backward that ends now runs inside another one.
+    """Return whether the backward that ends now runs inside another one."""
+    return any(True for _ in _enclosing())
+
+
+def _enclosing() -> Iterator[Any]:
+    """Yield the nodes in whose backward this one runs, the innermost first.
 
     Autograd does not tell, but the backward of a Python function is on the stack.
     """
-    frame = sys._getframe(1)
+    frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _APPLY:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+        if frame.f_code in _APPLY:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
 
 
 class Round:
@@ -243,7 +265,7 @@ class Round:
         # The backward that fills this round, or whose gradients stay local.
         self.running = 0  # ends of backwards that have not come: that backward, and those inside of it
         self._backward = -1  # autograd's number of the backward that the last gradient came from
-        self._computes_again = -1  # that of the last one in which a module has computed its forward again
+        self._goes_on = -1  # that of the last one that went on after an inner one
         self._is_local = self._is_early = False  # of no_sync(), or of an early pass; of an early pass
         self._passes = 0  # early passes since the last step
         self._creates_graph = False  # the backward adds to p.grad out of place
@@ -430,6 +452,7 @@ class Round:
             if inner:
                 self._backward = backward
                 _EndOfBackward(self)
+                self._watch_enclosing()
                 return
             self.end_of_backward(outermost=True)  # it ended without a gradient after those of an inner one
         if self.state is State.RAISED:
@@ -443,15 +466,24 @@ class Round:
         self._is_local = self.local_only or self._is_early
         self._creates_graph = torch.is_grad_enabled()
         _EndOfBackward(self)
+        self._watch_enclosing()
 
-    def computes_again(self) -> None:
-        """React to a module's forward inside of a backward: checkpointing computes it again.
+    def _watch_enclosing(self) -> None:
+        """Notice the end of the backwards that this one runs inside of: all gradients may come in inner ones.
 
-        All gradients may come in inner backwards, and only what is queued here tells of this one's end.
+        A node whose backward runs others goes on with the nodes before it, in its own backward.
         """
+        now = weakref.ref(self)
+        for node in _enclosing():
+            for before, _ in node.next_functions:
+                if before is not None:
+                    _Once(before, now)
+
+    def goes_on(self) -> None:
+        """React to a backward that goes on after an inner one: let its end be noticed."""
         with self.lock:
-            if self._computes_again != _task():
-                self._computes_again = _task()
+            if self._goes_on != _task():
+                self._goes_on = _task()
                 _EndOfBackward(self)
 
     def _keep_local(self, gradient: Gradient, grad: torch.Tensor) -> None:

@@ -167,6 +167,7 @@ class Session:
     def _begin(self, params: Sequence[nn.Parameter], options: Options) -> None:
         """Make round, hooks and the first plan for these parameters. Collective."""
         optimizer, backend, ranks = self._optimizer, self.backend, self.backend.ranks
+        self._take_over()
         known, planned = optimizer._names(), {id(param) for param in params}
         outside = [p for p in optimizer._every_param() if id(p) not in planned]
         names = [known[p] for p in (*params, *outside)]
@@ -226,6 +227,18 @@ class Session:
             self._start_measuring()
         elif self._timeline is not None:
             self._watch_next()
+
+    def _take_over(self) -> None:
+        """Close this rank's other optimizers over any of these parameters.
+
+        Each would take the gradients that the other one waits for. Scripts make another optimizer for the
+        next phase of a training, and keep the first.
+        """
+        mine = set(map(id, self._optimizer._every_param()))
+        for one in [] if _shares(self._optimizer) else open_optimizers():
+            if one._session is self or _shares(one) or mine.isdisjoint(map(id, one._every_param())):
+                continue
+            one.close()
 
     # -- other parameters ------------------------------------------------------------------------------------
 
@@ -582,6 +595,10 @@ class Session:
 def _trained(optimizer: Any) -> list[nn.Parameter]:
     with torch._C.DisableTorchFunctionSubclass():
         return [p for p in optimizer._every_param() if p.requires_grad]
+
+
+def _shares(optimizer: Any) -> bool:
+    return getattr(optimizer._base, "shares_parameters", False)
 
 
 def _kinds(params: Sequence[nn.Parameter]) -> list[Any]:

@@ -191,8 +191,9 @@ class DistributedMethods(Optimizer):
         assert session is not None
         if self._closed:
             raise CommError(
-                f"rank {session.backend.ranks.rank}: this optimizer is closed, so it reduces no gradients;"
-                " wrap the optimizer again, or call release() in the place of close() to go on alone"
+                f"rank {session.backend.ranks.rank}: this optimizer is closed, by close() or because another"
+                " one was made over some of its parameters, so it reduces no gradients; wrap the optimizer"
+                " again, or call release() in the place of close() to go on alone"
             )
         session.refresh()
         return session

@@ -1449,6 +1449,7 @@ def use_closed(w: World, salt: int) -> Any:
     lambda dice, o: {
         "gather": dice.choice(["gradients", "gradients", "parameters"]),
         "device": dice.choice([None, None, "cpu", "meta"]),
+        "another": dice.random() < 0.3,
     },
     legal=lambda w: (
         not w.diverged
@@ -1457,9 +1458,20 @@ def use_closed(w: World, salt: int) -> Any:
         and (w.options["op"] != "sum" or all(p.grad is None for p in w.trained()))
     ),
 )
-def wrap_again(w: World, salt: int, gather: str, device: str | None) -> Any:
-    """Close and wrap again; ``device``: while this one is the default for new tensors."""
-    close(w)
+def wrap_again(w: World, salt: int, gather: str, device: str | None, another: bool) -> Any:
+    """Close and wrap again; ``device``: while this one is the default for new tensors; ``another``: make and
+    wrap new optimizers for the same parameters, and keep the others.
+    """
+    if another and not isinstance(w, PlainWorld):
+        w.kept["earlier"] = w.optimizers  # which the new ones close
+        w.after_closing()
+    else:
+        close(w)
+    if another:
+        from tests.checker.world import OPTIMIZERS
+
+        w.bases = [OPTIMIZERS[w.options["optimizer"]](group_params(base)) for base in w.bases]
+        w.kept.pop("scheduler", None)
     if w.model.kind != "sparse" and w.options["optimizer"] != "lbfgs" and w.options["compression"] == "none":
         w.options["gather"] = gather
     with torch.device(device) if device else nullcontext():

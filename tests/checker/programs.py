@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -41,6 +42,10 @@ class Program:
     seed: int
     options: dict[str, Any]
     steps: tuple[Step, ...]
+
+    def __post_init__(self) -> None:
+        for name, salt, _, args in self.steps:  # a call that fails would end both runs alike
+            signature(ACTIONS[name].act).bind(None, salt, **args)
 
     def to_json(self) -> list[Any]:
         return [self.seed, self.options, self.steps]

@@ -121,13 +121,14 @@ class ThreadRanks(Ranks):
     def reduce_sparse(
         self, grad: torch.Tensor | None, like: torch.Tensor, name: str, mean: bool
     ) -> torch.Tensor:
-        present = [
-            g for g in self.all_values(None if grad is None else grad.detach().clone()) if g is not None
-        ]
-        total = present[0] if present[0].is_sparse else present[0].to_sparse(1)
-        for other in present[1:]:
-            total = total + (other if other.is_sparse else other.to_sparse(1))
-        return (total / self.size if mean else total).coalesce()
+        with torch.device("cpu"):  # where it unpickles, whatever default the program has set
+            present = [
+                g for g in self.all_values(None if grad is None else grad.detach().clone()) if g is not None
+            ]
+            total = present[0] if present[0].is_sparse else present[0].to_sparse(1)
+            for other in present[1:]:
+                total = total + (other if other.is_sparse else other.to_sparse(1))
+            return (total / self.size if mean else total).coalesce()
 
 
 class LateBackend(Backend):

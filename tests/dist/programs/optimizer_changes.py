@@ -8,10 +8,13 @@ import tempfile
 import threading
 import time
 from contextlib import nullcontext
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -484,12 +487,13 @@ def all_gradients_may_come_in_inner_backwards(me: Me) -> None:
         def of(model: nn.Module, rank: int) -> torch.Tensor:
             x = batch(rank, step, (6, 12), torch.float64).requires_grad_()
             for block in model:
-                x = checkpoint(block, x, use_reentrant=True)
+                run = block if modules else partial(F.linear, weight=block.weight, bias=block.bias)
+                x = checkpoint(run, x, use_reentrant=True)
             return x.square().mean()
 
         return of
 
-    for passes in ("no_sync", "passes"):
+    for modules, passes in product((True, False), ("no_sync", "passes")):
         twin = Twin(me, blocks, planned=False, lag=0)
         twin.optimizer.set_backward_passes_per_step(2 if passes == "passes" else 1)
         for step in range(6):
@@ -501,8 +505,43 @@ def all_gradients_may_come_in_inner_backwards(me: Me) -> None:
             twin.both(lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
             twin.update()
             twin.zero_grad()
-        twin.compare(passes)
+        twin.compare(f"{passes}, modules: {modules}")
         release(twin.optimizer)
+
+
+@case(ranks=(2,))
+def another_optimizer_over_the_same_parameters(me: Me) -> None:
+    """It takes them over. Two that were open took each other's gradients, and updated nothing."""
+    for gather, how in product(("gradients", "parameters"), ("wrap", "add")):
+        model, plain = seeded(branches64), seeded(branches64)
+
+        def train(optimizer: Any, single: torch.optim.Optimizer, steps: range) -> None:
+            for step in steps:
+                for rank in range(me.size):
+                    loss = plain(batch(rank, step, (4, 12), torch.float64)).square().mean()
+                    (loss / me.size).backward()
+                single.step()
+                single.zero_grad()
+                model(batch(me.rank, step, (4, 12), torch.float64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        earlier = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), 0.01), gather=gather)
+        train(earlier, torch.optim.Adam(plain.parameters(), 0.01), range(2))
+        first, *others = model.parameters()
+        later: Any = torch.optim.SGD(model.parameters() if how == "wrap" else [first], lr=0.05)
+        later = hvd.DistributedOptimizer(later)
+        if how == "add":
+            later.add_param_group({"params": others})
+        train(later, torch.optim.SGD(plain.parameters(), lr=0.05), range(2, 5))
+        assert_close(model, plain, 1e-12)
+        try:
+            earlier.step()
+        except hvd.CommError as error:
+            assert "another one was made over some of its parameters" in str(error), error
+        else:
+            raise AssertionError("an optimizer whose parameters another one has stepped")
+        release(later)
 
 
 # -- parameters outside of the plan --------------------------------------------------------------------------

@@ -175,6 +175,11 @@ def tables_are_sent_whole_or_not_over_tiers(me: Me) -> None:
         assert_close(whole, truth, terms_of(truth, 4), f"sparse={sparse} over tiers")
         assert_close(train(sparse, "direct"), truth, terms_of(truth, 4), f"sparse={sparse}")
     assert_close(train(False, "direct", row_sparse=True), truth, terms_of(truth, 4), "by rows")
+    tied = nn.ModuleDict({"words": nn.Embedding(500, 8), "out": nn.Linear(8, 500, bias=False)})
+    tied["out"].weight = tied["words"].weight
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(tied.parameters(), 0.1), model=tied, row_sparse=True)
+    assert hvd.explain(optimizer, show=False).transport == "direct"  # also where all tables have heads
+    optimizer.close()
     try:
         train(False, transport="tiers", row_sparse=True)
     except ValueError as error:

@@ -202,7 +202,7 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
         {},
         [
             ("add_hook", {"kind": "log", "place": 3}),
-            ("wrap_again", {"gather": "gradients", "device": None}),
+            ("wrap_again", {"gather": "gradients", "device": None, "another": False}),
             ("no_sync", LOSS | {"local": 2, "then": "backward"}),
             ("no_sync", LOSS | {"local": 1, "then": "nothing"}),
         ],
@@ -356,7 +356,10 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
         ],
     ),
     # Nobody had read what close() could still reduce: a second gradient beside another optimizer.
-    ({"two": True}, [BACKWARD, USED_TWICE, ("wrap_again", {"gather": "gradients", "device": None})]),
+    (
+        {"two": True},
+        [BACKWARD, USED_TWICE, ("wrap_again", {"gather": "gradients", "device": None, "another": False})],
+    ),
     # Gradients that had been gathered were used up by a step in which a new plan was made.
     (SHARDS, [BACKWARD, ("synchronize", {}), ADD, STEP, BACKWARD]),
 ]
