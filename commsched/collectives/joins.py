@@ -36,6 +36,9 @@ class Joining(Protocol):
     def give_up(self, reason: str) -> None:
         """End this rank's part, because not all ranks have this optimizer."""
 
+    def stop(self) -> None:
+        """Wait for no other rank any more, because the join is over or has failed."""
+
     def end(self) -> None:
         """Give all ranks the same state, once all have joined. Collective."""
 
@@ -65,28 +68,32 @@ def join(device: int = -1) -> int:
     """
     joiners = _checked_joiners()
     works = [work for work in [joiner.start_join() for joiner in joiners] if work is not None]
-    # A rank within the carrier's join cannot carry out operations of these optimizers' steps.
-    _take_part(works, lambda: all(w.ended or w.failure is not None for w in works if w.uses_carrier))
-    joined = carrier().start_join(device)
-    _take_part(works, joined.done)
     try:
-        last = joined.wait()
-    except CommError as error:
-        cause = next((work.failure for work in works if work.failure is not None), None)
-        raise CommError(f"{error}; before that: {cause}" if cause else str(error)) from error
-    agreed, missed = _agreed(works)
-    _take_part(agreed, lambda: all(work.ended or work.failure is not None for work in agreed))
-    for work in agreed:
-        if work.failure is not None:
-            raise work.failure
-    for work in agreed:
-        work.end()
-        # The carrier may hear of several ranks at once, in any order.
-        if last not in work.joined_last and len(work.ranks_of_job) in (0, carrier().launch.size):
-            last = max(work.joined_last)
-    if missed:
-        raise missed[0]
-    return last
+        # A rank within the carrier's join cannot carry out operations of these optimizers' steps.
+        _take_part(works, lambda: all(w.ended or w.failure is not None for w in works if w.uses_carrier))
+        joined = carrier().start_join(device)
+        _take_part(works, joined.done)
+        try:
+            last = joined.wait()
+        except CommError as error:
+            cause = next((work.failure for work in works if work.failure is not None), None)
+            raise CommError(f"{error}; before that: {cause}" if cause else str(error)) from error
+        agreed, missed = _agreed(works)
+        _take_part(agreed, lambda: all(work.ended or work.failure is not None for work in agreed))
+        for work in agreed:
+            if work.failure is not None:
+                raise work.failure
+        for work in agreed:
+            work.end()
+            # The carrier may hear of several ranks at once, in any order.
+            if last not in work.joined_last and len(work.ranks_of_job) in (0, carrier().launch.size):
+                last = max(work.joined_last)
+        if missed:
+            raise missed[0]
+        return last
+    finally:
+        for work in works:
+            work.stop()
 
 
 def _checked_joiners() -> list[Any]:

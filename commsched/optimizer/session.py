@@ -574,16 +574,28 @@ class Session:
         return self._wrapped()
 
     def check_can_join(self) -> None:
-        """Raise ``ValueError`` where the user must do something before ``join()``."""
-        if self.is_open:
-            check_can_join(self.round)
+        """Raise ``ValueError`` where the user must do something before ``join()``; apply the last update."""
+        now = self.round
+        if not self.is_open or now.backend.failure() is not None:
+            return  # it takes no more steps on any rank
+        now.mode.check_can_join()
+        with suppress(ValueError):  # of a backward that has raised: such an optimizer ends, see ``begin``
+            now.leave_cleared()
+        if now.state is State.SENT:
+            raise ValueError(
+                f"rank {now.ranks.rank}: join() between a backward pass and its step(); call step() first (or"
+                " zero_grad() to drop the gradients, or close() if the optimizer is no longer used)"
+            )
+        with suppress(CommError):  # a rank has closed it
+            now.complete_all()
+        now.raise_failed()  # before the others know that this rank joins
 
     def start_join(self) -> Joining | None:
         """Return this rank's part in the steps of the others, after ``join()``; None if it can have none."""
         if not self.is_open:
             return None
         self._frozen = {}  # a rank that has joined counts none of the steps that the others still take
-        joining = Joining(self.round, self.end_step, self._optimizer, self.close)
+        joining = Joining(self)
         return joining if joining.begin() else None
 
     def close(self, wait: bool = True) -> None:
@@ -691,36 +703,12 @@ def _register() -> None:
 # - Nobody waits for an optimizer that is open but idle: the carrier's join decides when all have joined.
 
 
-def check_can_join(now: Round) -> None:
-    """Raise ``ValueError`` where the user must do something before ``join()``; apply the last update."""
-    if now.backend.failure() is not None:
-        return  # it takes no more steps on any rank
-    now.mode.check_can_join()
-    with suppress(ValueError):  # of a backward that has raised: such an optimizer ends, see ``begin``
-        now.leave_cleared()
-    if now.state is State.SENT:
-        raise ValueError(
-            f"rank {now.ranks.rank}: join() between a backward pass and its step(); call step()"
-            " first (or zero_grad() to drop the gradients, or close() if the optimizer is no longer used)"
-        )
-    with suppress(CommError):  # a rank has closed it
-        now.complete_all()
-    now.raise_failed()  # before the others know that this rank joins
-
-
 class Joining:
-    """The rounds of one optimizer after ``join()``; calls ``end_step`` after each step of the others."""
+    """The rounds of one optimizer after ``join()``."""
 
-    def __init__(
-        self,
-        now: Round,
-        end_step: Callable[[], Callable[[], None] | None],
-        optimizer: Any,
-        close: Callable[[bool], None],
-    ) -> None:
-        self._round, self._end_step = now, end_step
-        self._optimizer, self._close = optimizer, close
-        self._ranks = now.ranks
+    def __init__(self, session: Session) -> None:
+        self._session, self._round = session, session.round
+        now, self._ranks = session.round, session.round.ranks
         self.key, self.ranks_of_job = self._ranks.key, list(self._ranks.process_set.ranks or ())
         self.uses_carrier = now.backend.name.endswith("horovod")
         self.failure: CommError | None = None
@@ -728,12 +716,10 @@ class Joining:
         self._early: Sequence[int] = ()  # ranks that joined in an earlier round than the last one
         self._last = 0
         self.joined_last: set[int] = set()  # ranks of the job
-        self._stepped: bool | None = (
-            None  # whether the step that this rank has followed was one; None: not yet
-        )
+        self._stepped: bool | None = None  # whether what this rank has followed was a step; None: not yet
         self._in_step = False  # the flags of the others' round are known, its end is not
         self._together: Callable[[], None] | None = None  # what all ranks do after the step
-        self._all_here: Future[bool] | None = None  # when they have come to do so
+        self._all_here: Future[bool] = Future()  # when they have come to do so
         self._steps = 0  # of the others
 
     def begin(self) -> bool:
@@ -773,14 +759,12 @@ class Joining:
         except CommError as error:
             if self._round.backend.failure() is None:
                 raise
-            if self._all_here is not None:
-                self._all_here.cancel()
+            self.stop()
             self.failure = error  # perhaps because a rank has closed it: the agreement in the end tells
 
     def _go_on(self) -> None:
         now, ranks = self._round, self._ranks
         if self._together is not None:
-            assert self._all_here is not None
             if not self._all_here.done():
                 return
             together, self._together = self._together, None
@@ -809,7 +793,7 @@ class Joining:
         now.settle()
         if stepped:
             self._steps += 1
-            self._together = self._end_step()
+            self._together = self._session.end_step()
         if self._together is None:
             self._begin_round()
         else:
@@ -817,9 +801,14 @@ class Joining:
 
     def give_up(self, reason: str) -> None:
         """End this rank's part and the optimizer, which can no longer be stepped; its next use says why."""
+        self.stop()
         self._round.backend.abort(reason)
         self._round.joined, self._ranks.joined = False, ()
-        self._close(False)
+        self._session.close(False)
+
+    def stop(self) -> None:
+        """End the thread that asks the store whether all ranks have come, if there is one."""
+        self._all_here.cancel()
 
     def missed(self) -> bool:
         """Return whether this rank lacks steps that the others took after it had joined."""
@@ -832,4 +821,4 @@ class Joining:
         now.mode.discard()
         now.clear_grads(set_to_none=True)
         if self._early:
-            now.mode.share(self._optimizer, self._ranks.global_rank(self._last))
+            now.mode.share(self._session._optimizer, self._ranks.global_rank(self._last))
