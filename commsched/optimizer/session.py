@@ -33,7 +33,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -622,40 +622,30 @@ def _kinds(params: Sequence[nn.Parameter]) -> list[Any]:
 # -- at the process's end ------------------------------------------------------------------------------------
 
 
-class Closable(Protocol):
-    def close(self) -> None: ...
-
-
-_opened: weakref.WeakValueDictionary[int, Closable] = weakref.WeakValueDictionary()
+_opened: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _exiting = False
 
 
-def _opened_so_far() -> list[Closable]:
-    """Return what is open, in the order of opening. Threads may open and end others meanwhile."""
-    return [thing for reference in _opened.valuerefs() if (thing := reference()) is not None]
-
-
-def _open_sessions(ranks: Ranks) -> list[Session]:
-    """Return the sessions of this rank that are open."""
-    sessions = [one for one in _opened_so_far() if isinstance(one, Session) and one.is_open]
-    return [one for one in sessions if one.backend.ranks.global_own == ranks.global_own]
+def _open_sessions() -> list[Session]:
+    """Return the open sessions, in the order of opening. Threads may open and end others meanwhile."""
+    return [one for ref in _opened.valuerefs() if (one := ref()) is not None and one.is_open]
 
 
 def open_optimizers() -> list[Any]:
     """Return the optimizers whose sessions are open, in the order in which those were made."""
-    sessions = [one for one in _opened_so_far() if isinstance(one, Session) and one.is_open]
-    return [optimizer for one in sessions if (optimizer := one.wrapped) is not None]
+    return [optimizer for one in _open_sessions() if (optimizer := one.wrapped) is not None]
 
 
 def _has_company(ranks: Ranks) -> bool:
     """Return whether this rank has another optimizer that is open, beside that of these ranks."""
-    return any(one.backend.ranks is not ranks for one in _open_sessions(ranks))
+    others = (one.backend.ranks for one in _open_sessions() if one.backend.ranks is not ranks)
+    return any(other.global_own == ranks.global_own for other in others)
 
 
-def close_at_exit(thing: Closable) -> None:
+def close_at_exit(session: Session) -> None:
     """Close it before the engine's and the collectives' exit handlers run."""
-    _opened[next(_numbers)] = thing
+    _opened[next(_numbers)] = session
     _register()
 
 
@@ -665,8 +655,8 @@ def _register() -> None:
     def close_all() -> None:
         global _exiting
         _exiting = True
-        for thing in _opened_so_far():
-            thing.close()
+        for session in _open_sessions():
+            session.close()
 
     atexit.register(close_all)
 
