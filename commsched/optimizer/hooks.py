@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -222,7 +222,7 @@ class Hooks:
         _hide_from_scripting()
         self.round = now
         self._tied = tied or TiedWeights(now, {}, {})
-        self.graph_bytes = graph_bytes or 0
+        self.graph_bytes = graph_bytes or 0  # of a piece, if the user has given a bucket size
         self.compiled = False  # whether a graph was compiled that must find every parameter complete
         self.order: list[int] = []  # layers by first use in a forward
         self.order_changed = False
@@ -329,31 +329,17 @@ LOOK_UPS = (nn.functional.embedding, nn.functional.embedding_bag)
 Graph = Callable[..., Any]
 
 
-class Reader(Protocol):
-    """Completes the parameters of one optimizer before they are read."""
-
-    graph_bytes: int  # of a piece, if the user has given a bucket size
-
-    def before_tracing(self) -> None: ...
-
-    def before_graph(self, params: tuple[int, ...], looked_up: tuple[int, ...]) -> None: ...
-
-    def after_graph(
-        self, params: tuple[int, ...], looked_up: tuple[int, ...], outputs: Sequence[Any]
-    ) -> None: ...
-
-
 class _Entry:
-    """One parameter, the reader that follows it, and its index there."""
+    """One parameter, the hooks that follow it, and its index there."""
 
-    def __init__(self, param: nn.Parameter, reader: Reader, index: int) -> None:
+    def __init__(self, param: nn.Parameter, reader: Hooks, index: int) -> None:
         self.param, self.reader, self.index = weakref.ref(param), weakref.ref(reader), index
 
 
 _entries: dict[int, _Entry] = {}  # by the parameter's id
 
 
-def follow(reader: Reader, params: Sequence[nn.Parameter]) -> bool:
+def follow(reader: Hooks, params: Sequence[nn.Parameter]) -> bool:
     """Let compiled graphs wait for these parameters; return False if this torch does not allow it."""
     if not _wrap_dynamo():
         return False
@@ -366,7 +352,7 @@ def follow(reader: Reader, params: Sequence[nn.Parameter]) -> bool:
     return True
 
 
-def unfollow(reader: Reader) -> None:
+def unfollow(reader: Hooks) -> None:
     # Other threads may follow and unfollow at the same time, and the collector may unfollow wherever objects
     # are made. list(items()) makes a tuple for each item, a list of the keys makes none.
     for key in list(_entries):
@@ -380,9 +366,9 @@ def _entry_of(thing: Any) -> _Entry | None:
     return entry if entry is not None and entry.param() is thing else None
 
 
-def _readers_of(params: Sequence[Any]) -> dict[Reader, tuple[int, ...]]:
-    """Return the readers that follow some of these parameters, with their indices there."""
-    readers: dict[Reader, list[int]] = {}
+def _readers_of(params: Sequence[Any]) -> dict[Hooks, tuple[int, ...]]:
+    """Return the hooks that follow some of these parameters, with their indices there."""
+    readers: dict[Hooks, list[int]] = {}
     for param in params:
         if (entry := _entry_of(param)) is not None and (reader := entry.reader()) is not None:
             readers.setdefault(reader, []).append(entry.index)
@@ -417,7 +403,7 @@ def _in_pieces(backend: Callable[..., Graph]) -> Callable[..., Graph]:
 
 
 def _waiting(compiled: Graph, places: Sequence[int], tables: Sequence[int]) -> Graph:
-    """Tell the readers when a piece runs that has parameters at these places, of which some are tables."""
+    """Tell the hooks when a piece runs that has parameters at these places, of which some are tables."""
 
     def run(*args: Any) -> Any:
         readers, looked_up = (_readers_of([args[i] for i in which]) for which in (places, tables))
