@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -221,27 +221,11 @@ class Measured:
     steps: int = 0
 
 
-class Waits(Protocol):
-    """What is read of ``round.Round``, which uses this file."""
-
-    waits_of_ranks: deque[list[int]]
-
-    def take_waits(self) -> list[tuple[Any, Any]]: ...
-
-
-class Log(Protocol):
-    """What is read of ``backends.interface.Backend``, which uses this file."""
-
-    def events(self, *, clear: bool) -> Any: ...
-
-    def seconds(self, mark: Any) -> float | None: ...
-
-
 class StepTimes:
     """Times every step since the last plan."""
 
-    def __init__(self, waits: Waits, backend: Log) -> None:
-        self._round, self._backend = waits, backend
+    def __init__(self, now: Any, backend: Any) -> None:  # a Round and a Backend, whose files use this one
+        self._round, self._backend = now, backend
         self.patience = PATIENCE
         self.restart()
 

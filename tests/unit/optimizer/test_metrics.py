@@ -84,7 +84,7 @@ class FakeRound:
 
 def times_of(backend: FakeBackend, steps: int = 7) -> tuple[StepTimes, FakeRound]:
     fake: Any = FakeRound()
-    times = StepTimes(fake, backend)  # type: ignore[arg-type]
+    times = StepTimes(fake, backend)
     for step in range(steps):
         fake.waits = [(10.0 * step, 10.0 * step + 0.1), (10.0 * step + 1, 10.0 * step + 1.2)]
         times.step()
