@@ -809,7 +809,7 @@ class Round:
                     for i in wanted:
                         self.gradients[i].add_local()
                     return
-                self.mode.check_readable()
+                self.mode.refuse_reading()
             if self.pending:
                 self.complete_buckets(bucket for i in wanted for bucket in self.gradients[i].buckets)
 

@@ -578,7 +578,7 @@ class Session:
         now = self.round
         if not self.is_open or now.backend.failure() is not None:
             return  # it takes no more steps on any rank
-        now.mode.check_can_join()
+        now.mode.refuse_early("join()")
         with suppress(ValueError):  # of a backward that has raised: such an optimizer ends, see ``begin``
             now.leave_cleared()
         if now.state is State.SENT:

@@ -226,18 +226,13 @@ class ShardedStep(StepMode):
     def holders(self, i: int) -> int:
         return self.shards.holders(i)
 
-    @property
-    def readable(self) -> bool:
-        return self.gathered
-
-    def check_readable(self) -> None:
+    def refuse_reading(self) -> None:
         self.check_not_updated("nothing can be read")
-        if not self.readable:
-            raise CommError(
-                f"rank {self.ranks.rank}: with gather='parameters' no rank holds a whole gradient after"
-                " backward(); call optimizer.synchronize() on all ranks before p.grad is read, or"
-                " optimizer.clip_grad_norm_() to clip"
-            )
+        raise CommError(
+            f"rank {self.ranks.rank}: with gather='parameters' no rank holds a whole gradient after"
+            " backward(); call optimizer.synchronize() on all ranks before p.grad is read, or"
+            " optimizer.clip_grad_norm_() to clip"
+        )
 
     def show(self, gradient: Gradient) -> None:
         """Copy the gathered values into the parameter. Its gradient is gone, unless it was cleared."""
@@ -475,9 +470,6 @@ class ShardedStep(StepMode):
         self.round.residuals.keep()
 
     # -- ranks that have joined ------------------------------------------------------------------------------
-
-    def check_can_join(self) -> None:
-        self.refuse_early("join()")
 
     def follow(self) -> bool | None:
         """Do what the others do, on a rank that has joined, until they step (True) or discard the round.

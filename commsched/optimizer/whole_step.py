@@ -186,13 +186,13 @@ class StepMode(ABC):
     def round_begun(self) -> None:
         """React to a new round; buckets may be marked from now on."""
 
-    def check_readable(self) -> None:
-        """Raise where a gradient that is being reduced cannot be read."""
-
     @property
     def readable(self) -> bool:
         """Whether a gradient that is being reduced can be read once it has arrived."""
-        return True
+        return self.gathers_sums or self.gathered
+
+    def refuse_reading(self) -> None:
+        """Raise an error that says why gradients are not ``readable``."""
 
     @abstractmethod
     def holders(self, i: int) -> int:
@@ -251,9 +251,6 @@ class StepMode(ABC):
         """Raise for calls that need all gradients before the update, where updates do not wait."""
 
     # -- ranks that have joined ------------------------------------------------------------------------------
-
-    def check_can_join(self) -> None:
-        """Raise where a rank that has joined cannot take part in the others' steps."""
 
     def tell_joined(self, what: str, value: Any = None) -> None:
         """Let ranks that have joined do what this one is about to do. The round's flags must be known."""
