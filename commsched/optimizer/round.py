@@ -94,7 +94,6 @@ from commsched.optimizer.measuring import Watch, profiled
 from commsched.optimizer.pending import (
     Access,
     clear_pending,
-    clear_raw_grad,
     mark_pending,
     raw_grad,
     release_class,
@@ -1135,22 +1134,14 @@ class Round:
         return [frozen[i - count] for i in overlapping([*self.params, *frozen]) if i >= count]
 
     def arrived(self) -> list[int]:
-        """Return the buckets that ``step()`` completes at once."""
-        return [] if self.backend.puts_off else self._gathered()
-
-    def _gathered(self) -> list[int]:
         """Return the buckets that can be completed without waiting."""
         if not self.backend.is_gathered(self.flags_bucket):
             return []
         return [b for b, done in enumerate(self.done) if not done and self.backend.is_gathered(b)]
 
-    def is_here(self) -> bool:
-        """Return whether everything that is pending can be completed without waiting."""
-        return not self.pending or len(self._gathered()) == self.done.count(False)
-
     def all_arrived(self) -> bool:
-        """Return whether nothing needs to be waited for."""
-        return self.state is State.SENT and len(self.arrived()) == self.done.count(False) > 0
+        """Return whether every bucket that has not been completed can be without waiting."""
+        return len(self.arrived()) == self.done.count(False)
 
     def settle(self) -> None:
         """Apply every pending update. Does not affect a running backward."""
@@ -1445,19 +1436,6 @@ class Round:
             if self._installed:
                 self._finish()  # the optimizer's state can be read without waiting for anybody
             self.mode.close()
-
-
-def _set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> bool:
-    set_raw_grad(param, grad)
-    clear_pending(param)
-    return True
-
-
-def _clear_grad(param: nn.Parameter, set_to_none: bool) -> bool:
-    """Clear a gradient that nobody has reduced; where it is None, it is zero if another rank has one."""
-    if clear_raw_grad(param, set_to_none) or set_to_none:
-        clear_pending(param)
-    return True
 
 
 def _ranks_with(flag: int, by_rank: Sequence[int]) -> list[int]:

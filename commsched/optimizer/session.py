@@ -777,7 +777,7 @@ class Joining:
             return
         if self._stepped is None:
             self._stepped = now.mode.follow()
-        if self._stepped is None or not now.is_here():
+        if self._stepped is None or (now.pending and not now.all_arrived()):
             return
         stepped, self._stepped, self._in_step = self._stepped, None, False
         now.settle()

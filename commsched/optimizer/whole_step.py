@@ -394,10 +394,11 @@ class WholeStep(StepMode):
         base, now = optimizer._base, self.round
         if now.may_come_apart:
             now.reduce_apart()
+        at_once = now.state is State.SENT and not self.backend.puts_off and False in now.done
         whole = (
             synchronous
             or not is_separable(base)
-            or now.all_arrived()
+            or (at_once and now.all_arrived())
             or bool(now.frozen())
             or now.shared_memory()
         )
@@ -423,7 +424,7 @@ class WholeStep(StepMode):
                 now.attempt(update, here)
             now.guard()
             hurry = {b for i in now.readable_unnoticed() for b in now.gradients[i].buckets}
-            due = sorted(hurry | set(now.arrived()))
+            due = sorted(hurry.union(() if self.backend.puts_off else now.arrived()))
             if due:  # else not even the flags are waited for
                 now.complete_buckets(due)
 
