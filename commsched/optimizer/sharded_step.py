@@ -49,6 +49,7 @@ from commsched.optimizer.whole_step import (
     OptimizerView,
     StepMode,
     groups_of_leaves,
+    options_of,
     plain_math,
 )
 from scheduler.ir.actions import Kind
@@ -558,13 +559,6 @@ class ShardedStep(StepMode):
 def _alias(gradient: Gradient) -> torch.Tensor:
     assert gradient.alias is not None
     return gradient.alias
-
-
-def options_of(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the hyperparameters of each parameter group."""
-    return [
-        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-    ]
 
 
 def set_options(optimizer: Any, options: list[dict[str, Any]]) -> None:

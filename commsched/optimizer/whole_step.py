@@ -101,7 +101,7 @@ def groups_of_leaves(
 
 def deferred_update(optimizer: Optimizer, base: type[Optimizer], params: Sequence[nn.Parameter]) -> Update:
     """Return the update of ``optimizer.step()`` now, to be applied to parameters when gradients arrive."""
-    view, options = OptimizerView(optimizer, base), [_snapshot(group) for group in optimizer.param_groups]
+    view, options = OptimizerView(optimizer, base), options_of(optimizer)
     group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
     def update(indices: Sequence[int]) -> None:
@@ -119,13 +119,13 @@ def deferred_update(optimizer: Optimizer, base: type[Optimizer], params: Sequenc
     return update
 
 
-def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
-    """Copy the hyperparameters: schedulers change them after ``step()``, some of them in place."""
-    return {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key != "params"
-    }
+def options_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Copy the hyperparameters of each group: schedulers change them after ``step()``, some in place."""
+    options = [dict(group) for group in optimizer.param_groups]
+    for values in options:
+        del values["params"]
+        values.update({k: v.clone() for k, v in values.items() if isinstance(v, torch.Tensor)})
+    return options
 
 
 @contextmanager
