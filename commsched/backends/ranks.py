@@ -119,12 +119,7 @@ class Ranks:
     ) -> torch.Tensor:
         """Return the sum or mean of a gradient that is sparse on at least one rank."""
         if grad is None:
-            grad = torch.sparse_coo_tensor(
-                torch.zeros((1, 0), dtype=torch.int64, device=like.device),
-                like.new_zeros((0, *like.shape[1:])),
-                like.shape,
-                device=like.device,
-            )
+            grad = empty_rows(like)
         elif not grad.is_sparse:
             grad = grad.to_sparse(1)
         if self.joined:
@@ -247,6 +242,13 @@ def _store_errors(rank: int) -> Iterator[None]:
             f"rank {rank}: the job's store does not answer, because rank 0's process has ended or its host is"
             f" lost: {str(error).splitlines()[0]}"
         ) from error
+
+
+def empty_rows(like: torch.Tensor) -> torch.Tensor:
+    """Return a sparse gradient without any rows."""
+    indices = torch.zeros((1, 0), dtype=torch.int64, device=like.device)
+    rows = like.new_zeros((0, *like.shape[1:]))
+    return torch.sparse_coo_tensor(indices, rows, like.shape, device=like.device, check_invariants=False)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

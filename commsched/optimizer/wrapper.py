@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from commsched.backends.ranks import empty_rows
 from commsched.collectives.carrier import carrier_or_none, epoch
 from commsched.collectives.job import ProcessSet
 from commsched.collectives.operations import (
@@ -610,14 +611,7 @@ class Unplanned:
         return finish
 
     def _start_sparse(self, name: str, p: torch.Tensor) -> Callable[[], None]:
-        gradient = p.grad
-        if gradient is None:
-            gradient = torch.sparse_coo_tensor(
-                torch.empty(1, 0, dtype=torch.int64, device=p.device),
-                p.new_empty(0, *p.shape[1:]),
-                p.shape,
-                check_invariants=False,
-            )
+        gradient = empty_rows(p) if p.grad is None else p.grad
         result = sparse_allreduce_async(
             gradient, name=f"optimizer.{name}", op=self.op, process_set=self.process_set
         )
