@@ -77,7 +77,13 @@ def DistributedOptimizer(
     if master_weights:
         check_master_weights(gather, params, not one_by_one, bool(process_set.included()))
     if one_by_one:
-        tell_ignored(gather, early_step)
+        ignored = [f"gather={gather!r}"] * (gather != "gradients") + ["early_step=True"] * early_step
+        if ignored:
+            warnings.warn(
+                f"{' and '.join(ignored)} without effect: {_ONE_BY_ONE}, and every rank keeps all of the"
+                " optimizer's state",
+                stacklevel=2,
+            )
         gather, early_step = "gradients", False
     if op == Adasum and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support process sets; use the global one")
@@ -85,9 +91,18 @@ def DistributedOptimizer(
     if code := block_code(wire_dtype):
         transport = transport_for_blocks(code, transport, params, one_by_one)
     names = checked_names(optimizer.param_groups, named)
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(f"op must be commsched.Average, Sum or Adasum, got {op!r}")
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError(
+            f"gradient_predivide_factor is for op=Average, got op={op!r} with a factor of"
+            f" {gradient_predivide_factor}"
+        )
+    if bucket_mb is not None and not bucket_mb > 0:
+        raise ValueError(f"bucket_mb must be positive, got {bucket_mb}")
     options = Options(
         process_set=process_set,
-        sums=is_sum(op, gradient_predivide_factor),
+        sums=bool(op == Sum),
         predivide=float(gradient_predivide_factor),
         wire_dtype=wire_dtype,
         schedule=schedule,
@@ -95,12 +110,16 @@ def DistributedOptimizer(
         early_step=early_step,
         master_weights=master_weights,
         transport=transport,
-        bucket_bytes=in_bytes(bucket_mb),
+        bucket_bytes=None if bucket_mb is None else round(bucket_mb * 2**20),
         profile=profile,
         groups=group_indices(optimizer.param_groups, groups, num_groups),
         sparse_as_dense=sparse_as_dense,
-        row_sparse=checked_row_sparse(row_sparse, one_by_one),
+        row_sparse=row_sparse,
     )
+    if row_sparse != "auto" and not isinstance(row_sparse, bool):
+        raise ValueError(f"row_sparse must be 'auto', True or False, got {row_sparse!r}")
+    if row_sparse is True and one_by_one:
+        raise ValueError(f"row_sparse=True needs buckets, but {_ONE_BY_ONE}; use row_sparse='auto'")
     close_shards(optimizer)
     base = type(optimizer)
     cls = type(base.__name__, (DistributedMethods, base), {"_base": base})
@@ -282,27 +301,6 @@ def group_indices(
     return [group for group in indices if group]
 
 
-# -- op=, gradient_predivide_factor=, bucket_mb= -------------------------------------------------------------
-
-
-def is_sum(op: Any, predivide: float) -> bool:
-    if op not in (Average, Sum, Adasum):
-        raise ValueError(f"op must be commsched.Average, Sum or Adasum, got {op!r}")
-    if predivide != 1.0 and op != Average:
-        raise ValueError(
-            f"gradient_predivide_factor is for op=Average, got op={op!r} with a factor of {predivide}"
-        )
-    return bool(op == Sum)
-
-
-def in_bytes(bucket_mb: float | None) -> int | None:
-    if bucket_mb is None:
-        return None
-    if not bucket_mb > 0:
-        raise ValueError(f"bucket_mb must be positive, got {bucket_mb}")
-    return round(bucket_mb * 2**20)
-
-
 # -- what needs buckets --------------------------------------------------------------------------------------
 
 _ONE_BY_ONE = (
@@ -317,25 +315,6 @@ def needs_plain(optimizer: Optimizer, compression: Any, op: Any, transport: str 
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
     elsewhere = len(devices) > 1 or any(device.type not in ("cpu", "cuda") for device in devices)
     return bool(op == Adasum or own_compressor or elsewhere or wanted_transport(transport) == PLAIN)
-
-
-def tell_ignored(gather: str, early_step: bool) -> None:
-    """Warn of arguments without effect where gradients are reduced one by one."""
-    ignored = [f"gather={gather!r}"] * (gather != "gradients") + ["early_step=True"] * early_step
-    if ignored:
-        warnings.warn(
-            f"{' and '.join(ignored)} without effect: {_ONE_BY_ONE}, and every rank keeps all of the"
-            " optimizer's state",
-            stacklevel=3,
-        )
-
-
-def checked_row_sparse(value: bool | str, one_by_one: bool) -> bool | str:
-    if value != "auto" and not isinstance(value, bool):
-        raise ValueError(f"row_sparse must be 'auto', True or False, got {value!r}")
-    if value is True and one_by_one:
-        raise ValueError(f"row_sparse=True needs buckets, but {_ONE_BY_ONE}; use row_sparse='auto'")
-    return value
 
 
 def check_master_weights(gather: str, params: Sequence[torch.Tensor], planned: bool, included: bool) -> None:
