@@ -1,6 +1,6 @@
 """Ranks that disagree are told: optimizers with other settings, and models that began from other values.
 
-Gradients are averaged all the same, so nobody would notice that each rank updates by its own rule.
+``docs/exactness.md`` tells which differences are errors, which are warnings, and why.
 
 [Note: when ranks are compared]
 
@@ -22,9 +22,6 @@ joined nothing is compared: that rank does not know whether the others step.
 
 Nothing but the class is compared before the first round: Horovod's scripts broadcast parameters and state
 after they have wrapped the optimizer.
-
-Settings that differ are errors. Parameters that differ give one warning: scripts without a broadcast ran
-before, and ranks on processors of other kinds, or with other numbers of threads, may round otherwise.
 """
 
 from __future__ import annotations

@@ -205,12 +205,7 @@ def disturbed(before: float, after: float, by: float = DISTURBED) -> bool:
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over the last steps, in seconds and bytes; None before there are any.
-
-    ``exposed`` is the time in which the compute waited; on a GPU, the time in which its stream waited.
-    ``link_busy``: the part of a step in which the link worked; ``link_rate``: bytes per second that this rank
-    sent then. ``waits``: every rank's ``exposed``.
-    """
+    """The fields of ``reports.Metrics`` that are measured; on a GPU, its stream waited for ``exposed``."""
 
     step: float | None = None
     exposed: float | None = None

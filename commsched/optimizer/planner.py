@@ -258,11 +258,10 @@ class Model:
 
 # -- embeddings that travel by rows --------------------------------------------------------------------------
 
-# Here is decided which embeddings may travel by rows, what that sends, and whether it takes less time. The
-# gradient of an embedding has as many nonzero rows as the batch has tokens. The engine leaves the other rows
-# of such a bucket out, whatever wrote the gradient, so a wrong choice here costs time and changes no number.
-# Of a weight tied to a head, the rows are what corrects the head's part (``corrections``).
-# ``docs/decisions/optimizer.md`` has the reasons.
+# Here is decided which embeddings may travel by rows ("Touched rows" in ``docs/optimizer.md``), what that
+# sends, and whether it takes less time. The engine leaves rows of zeros out, whatever wrote the gradient, so
+# a wrong choice here costs time and changes no number. Of a weight tied to a head, the rows are what corrects
+# the head's part (``corrections``). ``docs/decisions/optimizer.md`` has the reasons.
 
 Owner = tuple[nn.Module, tuple[int, ...]]
 """A module, and the indices of the parameters that it owns."""
@@ -438,8 +437,7 @@ def counted_rows(
 
 # -- parameters that one rank updates ------------------------------------------------------------------------
 
-# With ``gather="parameters"``, optimizers that update whole matrices have one owner rank for each parameter.
-# Muon, Shampoo and SOAP multiply a gradient by itself, so a rank needs all of it. Each bucket holds the
+# "Whole matrices" in ``docs/optimizer.md``: each parameter has one owner rank. Each bucket holds the
 # parameters of rank 0, then those of rank 1 and so on: its reduce-scatter reduces each gradient to its owner,
 # which updates it, and its all-gather sends the updated parameter to the others.
 

@@ -1,12 +1,10 @@
 """All that one ``DistributedOptimizer`` owns on more than one rank: round, hooks and plans; when it measures.
 
-The first iterations communicate after the backward and are timed. Then rank 0 has a plan searched, in a
-process beside the training, which goes on under a plan that needs no search. Compute is slower beside traffic
-(it shares processors and memory with it), so the first iterations of the searched plan are timed too, without
-their waits, and a second plan is made from those times. In the flags of every round the ranks vote: rank 0
-when its plan has been found, so that all install it between the same two iterations, and each rank when the
-step has become so much slower or faster that a new plan is due. Soon after the second plan one rank's vote is
-enough: if its compute is much shorter than it was while it was measured, the measurement was disturbed.
+``docs/optimizer.md`` ("Planning") tells which iterations are timed and when plans are made. In the flags of
+every round the ranks vote: rank 0 when its plan has been found, so that all install it between the same two
+iterations, and each rank when the step has become so much slower or faster that a new plan is due. Soon after
+the second plan one rank's vote is enough: if its compute is much shorter than it was while it was measured,
+the measurement was disturbed.
 
 Parameters that are frozen stay in the plan for some steps: most are unfrozen soon. Those that are unfrozen or
 converted are in a new plan from the end of the step on, over the same connections; until then their gradients
