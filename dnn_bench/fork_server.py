@@ -54,7 +54,7 @@ class ForkServer:
 
     def __init__(self, connection: socket.socket, process: subprocess.Popen[Any] | None = None) -> None:
         self._socket, self._process, self._owner = connection, process, os.getpid()
-        self._codes: dict[int, int] = {}
+        self._running: dict[int, Forked] = {}  # by pid, which the system gives again to a later rank
         atexit.register(self.close)
 
     @classmethod
@@ -107,17 +107,19 @@ class ForkServer:
             self._socket.setblocking(True)
             socket.send_fds(self._socket, [json.dumps(order).encode()], [first, second])
         while "forked" not in (message := self._receive()):
-            self._codes[message["ended"]] = message["code"]
-        return Forked(self, message["forked"])
+            self._note_end(message)
+        forked = self._running[message["forked"]] = Forked(self, message["forked"])
+        return forked
 
-    def code_of(self, pid: int, seconds: float) -> int | None:
-        """The exit status of a forked rank that ends within this long; None if it still runs."""
+    def await_end(self, forked: Forked, seconds: float) -> None:
+        """Give a forked rank that ends within this long its exit status."""
         self._socket.settimeout(seconds)
         with contextlib.suppress(BlockingIOError, TimeoutError):
-            while pid not in self._codes:
-                message = self._receive()
-                self._codes[message["ended"]] = message["code"]
-        return self._codes.get(pid)
+            while forked.returncode is None:
+                self._note_end(self._receive())
+
+    def _note_end(self, message: dict[str, int]) -> None:
+        self._running.pop(message["ended"]).returncode = message["code"]
 
     def close(self) -> None:
         if os.getpid() != self._owner or self._socket.fileno() < 0:
@@ -152,7 +154,7 @@ class Forked:
 
     def poll(self, seconds: float = 0.0) -> int | None:
         if self.returncode is None:
-            self.returncode = self._server.code_of(self.pid, seconds)
+            self._server.await_end(self, seconds)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
