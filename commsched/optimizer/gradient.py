@@ -88,7 +88,6 @@ class Gradient:
         self.seen = -1  # the last round in which one was left in p.grad until the end of the backward
         self.exposed = True  # the sum, and the update that waited for it, are complete
         self.apart: torch.Tensor | None = None  # what is reduced when the flags are read, then the result
-        self.late: torch.Tensor | None = None  # came after its bucket was sent, in the same backward
 
         # Between rounds.
         self.local: torch.Tensor | None = None  # came while the sum travelled; is added when that arrives
@@ -287,9 +286,6 @@ class Payload:
 
     def seal(self) -> None:
         """React to the end of the round's filling."""
-
-    def repeat(self) -> None:
-        """Prepare a second reduction in the same round."""
 
     @property
     def sums_nothing_but_rows(self) -> bool:
@@ -531,11 +527,8 @@ class Tied(Payload):
         if not self.early:
             assert self.view is not None
             self._whole.copy_(self.view)
-            self.repeat()
-
-    def repeat(self) -> None:
-        for _, changed in self._rows:
-            changed[0] = 0
+            for _, changed in self._rows:
+                changed[0] = 0
 
 
 def is_zero(grad: torch.Tensor) -> bool:

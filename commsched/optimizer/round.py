@@ -284,11 +284,10 @@ class Round:
         self.deferred: Update | None = None
         self.failed: BaseException | None = None  # what an update has raised, until user code sees it
         self.factor = 1.0  # of all gradients, by the samples that the ranks have counted
-        self.repeated = False  # with gradients that came late
         self.abandoned = False  # nobody uses its sums
         self.raised: list[int] = []  # ranks whose backward has raised, once the flags have arrived
         self.rest = False  # gradients that no bucket contained are still to be reduced, as the flags tell
-        self._late: list[int] = []  # parameters whose gradients came late, on any rank
+        self.late: list[int] = []  # parameters of which gradients came late, on any rank
         self.summed_outside: set[int] = set()  # parameters outside of the plan that have had a sum
         self._uncleared: set[int] | None = None  # once user code has cleared some gradients one by one
 
@@ -542,10 +541,10 @@ class Round:
         self.number += 1
         self._missing = [max(1, len(piece.params)) for piece in layout.slices]  # 1: see Layout.empty
         self._sent, self.done = [False] * self.flags_bucket, [False] * self.flags_bucket
-        self.used, self.factor, self.repeated, self.abandoned, self.raised = [], 1.0, False, False, []
-        self._uncleared, self.rest, self._late = None, False, []
+        self.used, self.factor, self.abandoned, self.raised = [], 1.0, False, []
+        self._uncleared, self.rest, self.late = None, False, []
         for gradient in self.gradients:
-            gradient.clear = gradient.apart = gradient.late = None
+            gradient.clear = gradient.apart = None
             gradient.touched = False
             gradient.payload.begin()
         slots = [(gradient, gradient.alias) for gradient in self.gradients if gradient.alias is not None]
@@ -629,18 +628,20 @@ class Round:
         if gradient.view is None:
             return
         i, payload = gradient.number, gradient.payload
-        if gradient.apart is not None and (grad.is_sparse or gradient.misfits()):
-            gradient.apart = gradient.apart + grad  # reduced at step time
+        apart = gradient.apart
+        both = grad if apart is None else grad + apart if apart.is_sparse else apart + grad
+        if apart is not None and (grad.is_sparse or gradient.misfits()):
+            gradient.apart = both  # reduced at step time
             return
         early = isinstance(payload, Tied) and payload.early
         sent = early or any(self._sent[bucket] for bucket in gradient.buckets)
         if not sent:
             self.backend.take_back(i, gradient.view)
-        if sent or gradient.apart is not None or (grad.is_sparse and not self.sparse_as_dense):
-            gradient.late = grad if gradient.late is None else gradient.late + grad
+        if sent or apart is not None or (grad.is_sparse and not self.sparse_as_dense):
+            gradient.apart = both
             self.apart = True
             if self.flag[i] < LATE:
-                self.flag[i] += LATE + DENSE * (gradient.apart is not None)
+                self.flag[i] += LATE + DENSE * (apart is not None)
         else:
             with torch.no_grad():
                 gradient.view.add_(grad)
@@ -718,7 +719,7 @@ class Round:
             if gradient.view is None:
                 clear_pending(gradient.param)
         for gradient, _ in kept:
-            gradient.unclear, gradient.sum, gradient.apart, gradient.late = False, None, None, None
+            gradient.unclear, gradient.sum, gradient.apart = False, None, None
             if gradient.filled != self.number:
                 gradient.filled = self.number
                 if gradient.view is not None:
@@ -852,7 +853,7 @@ class Round:
             self.wait_for_flags()
             if self.outside and not self.rest:
                 self._expose_outside([g for g in self.outside if not g.exposed])  # after an error
-            if self._late:
+            if self.late:
                 self.reduce_apart()
             done, slices, touched = self.done, self.buffers.layout.slices, dict[int, None]()
             for bucket in buckets:
@@ -941,7 +942,7 @@ class Round:
         self._weigh(flags[places.samples], flags[places.unweighted])
         if any(flag >= SPARSE for flag in used[: len(self.params)]):
             self.apart = True
-            self._late = [i for i, flag in enumerate(used[:-1]) if flag >= LATE]
+            self.late = [i for i, flag in enumerate(used[:-1]) if flag >= LATE]
             self._crowded = bool(_ranks_with(CROWDED, by_rank))
             self.used = [flag % LATE for flag in used]
         elif not self.outside:
@@ -969,7 +970,7 @@ class Round:
         sparse = [i for i in apart if not self.sparse_as_dense or self.gradients[i].misfits()]
         self.mode.tell_joined("reduce apart")
         refusal = self.mode.refusal_of(sparse) if sparse else None
-        if self._late:
+        if self.late:
             refusal = self._refusal_of_second() or refusal
         if refusal is not None and not self.abandoned:
             raise refusal
@@ -977,8 +978,8 @@ class Round:
         if refusal is None:  # else no rank comes
             outside = [gradient for gradient in self.outside if self.used[gradient.number]]
             self._reduce_outside(outside)
-            if self._late or sparse:
-                self.mode.reduce_planned(bool(self._late), sparse)
+            if self.late or sparse:
+                self.mode.reduce_planned(sparse)
         self.rest = False
         self._expose_outside(outside, summed=True)
         self._expose_outside([g for g in self.outside if not g.exposed])
@@ -993,10 +994,11 @@ class Round:
             kinds.setdefault((gradient.param.dtype, gradient.param.device), []).append(gradient)
         for (dtype, _), same in kinds.items():
             wire = self.scaling.wire_type(dtype) or dtype
-            mine = [
-                torch.zeros_like(g.param, requires_grad=False) if g.apart is None else g.apart.to_dense()
-                for g in same
-            ]
+            with torch._C.DisableTorchFunctionSubclass():  # the parameters' values may be pending
+                mine = [
+                    torch.zeros_like(g.param, requires_grad=False) if g.apart is None else g.apart.to_dense()
+                    for g in same
+                ]
             total = torch.cat([grad.reshape(-1) for grad in mine]).mul_(self.scaling.before)
             total = total.to(wire).to(dtype)
             self.ranks.add_up(torch.view_as_real(total) if total.is_complex() else total, f"apart.{dtype}")
@@ -1432,7 +1434,7 @@ class Round:
                 clear_pending(gradient.param)
                 release_class(gradient.param)
                 gradient.place(None)
-                gradient.local = gradient.apart = gradient.late = None
+                gradient.local = gradient.apart = None
             if self._installed:
                 self._finish()  # the optimizer's state can be read without waiting for anybody
             self.mode.close()

@@ -209,8 +209,8 @@ class StepMode(ABC):
         """Return why these sparse gradients cannot be reduced, if so."""
         return None
 
-    def reduce_planned(self, late: bool, sparse: Sequence[int]) -> None:
-        """Reduce gradients of the plan that no bucket contained: late and sparse ones."""
+    def reduce_planned(self, sparse: Sequence[int]) -> None:
+        """Reduce what no bucket contained of gradients of the plan: sparse ones, and what came late."""
 
     @abstractmethod
     def gather_gradients(self) -> None:
@@ -332,15 +332,16 @@ class WholeStep(StepMode):
         if now.factor != 1.0:
             view.mul_(now.factor)
             sparse = None if sparse is None else sparse * now.factor
+        if sparse is not None and (not only_sparse or gradient.number in now.late):
+            view.add_(sparse)  # to what the bucket had
+            sparse = None
         if sparse is None and now.sparse_as_dense and only_sparse:
             sparse = view.to_sparse(now.sparse_dims.get(gradient.number, 1))
-        if sparse is not None and only_sparse:
-            if not now.sparse_as_dense and not now.repeated and not gradient.misfits():
+        if sparse is not None:
+            if not now.sparse_as_dense and not gradient.misfits():
                 gradient.payload.zeros = gradient.payload.sums_nothing_but_rows
             self._set(gradient, sparse, Sum.of(sparse) if now.sums else None)
             return
-        if sparse is not None:
-            view.add_(sparse)  # other ranks' gradients were dense: they are in the bucket
         if now.sums:
             # Later gradients add to a copy, and the sum stays in the slot: only the difference is reduced.
             copy = view.clone()
@@ -353,39 +354,17 @@ class WholeStep(StepMode):
             gradient.sum = added_to
             set_raw_grad(gradient.param, grad)
 
-    def reduce_planned(self, late: bool, sparse: Sequence[int]) -> None:
+    def reduce_planned(self, sparse: Sequence[int]) -> None:
         now = self.round
-        if late:
-            self._reduce_again()
-        gradients = [now.gradients[i] for i in sparse]
-        now.reduce_dense([gradient for gradient in gradients if gradient.misfits()])
+        gradients = [now.gradients[i] for i in sorted({*sparse, *now.late})]
+        dense = [g for g in gradients if g.number in now.late or g.misfits()]
+        now.reduce_dense(dense)
         for gradient in gradients:
-            assert gradient.view is not None
-            if not gradient.misfits():
+            if gradient not in dense:
+                assert gradient.view is not None
                 gradient.apart = self.ranks.reduce_sparse(
                     gradient.apart, gradient.view, gradient.name, mean=not now.sums
                 )
-
-    def _reduce_again(self) -> None:
-        """Run a second round for gradients that came after their bucket was sent, in the same backward."""
-        now, backend = self.round, self.backend
-        self.finish_round()
-        now.repeated = True
-        # Rank 0 alone contributes the sums, scaled so that reducing them again leaves them as they are.
-        carried = 1.0 / (now.scaling.before * now.scaling.after) if self.ranks.rank == 0 else 0.0
-        with torch.no_grad():
-            for gradient in now.travelling:
-                view, late = gradient.view, gradient.late
-                assert view is not None
-                view.mul_(carried)
-                if late is not None:
-                    view.add_(late.to_dense() if late.is_sparse else late)
-                gradient.payload.repeat()
-        now.flags.zero_()
-        backend.begin_step()
-        for bucket in range(now.flags_bucket + 1):
-            backend.mark_ready(bucket)
-        backend.wait_gathered(now.flags_bucket)
 
     def gather_gradients(self) -> None:
         self.round.complete_all()
