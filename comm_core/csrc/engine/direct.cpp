@@ -3,36 +3,10 @@
 namespace commsched {
 
 DirectTransport::DirectTransport(std::shared_ptr<Channel> channel, int rank, int size, size_t segment_bytes, int depth)
-    : ExchangeTransport(std::move(channel), rank, size, segment_bytes, depth),
-      sends_(static_cast<size_t>(size) * depth),
-      receives_(static_cast<size_t>(size) * depth),
-      parts_(size),
-      packed_rows_(size),
-      received_rows_(size),
-      row_counts_(size) {
+    : RowTransport(std::move(channel), rank, size, segment_bytes, depth) {
   received_.reserve(size_, depth_, segment_bytes_);  // a row for each peer
-}
-
-void DirectTransport::prepare(const BucketSpec& bucket) {
-  ExchangeTransport::prepare(bucket);
-  if (bucket.row == 0) return;
-  if (!bucket.gathers_gradients() || bucket.needs_update || bucket.count / bucket.row > INT32_MAX) {
-    throw EngineError(ErrorKind::usage, "only gradients of fewer than 2^31 rows travel by rows, but bucket '" + bucket.name +
-                                            "' has " + std::to_string(bucket.count / bucket.row) +
-                                            " rows, or gathers parameters; add it without row=");
-  }
-}
-
-void DirectTransport::wait_for(std::vector<Request>& all, int peer, size_t k) {
-  Request& slot = request(all, peer, k);
-  channel_->wait(slot);
-  slot = Request{};
-}
-
-void DirectTransport::finish_sends(size_t segments) {
-  for (size_t k = segments > static_cast<size_t>(depth_) ? segments - depth_ : 0; k < segments; ++k) {
-    for (int d = 1; d < size_; ++d) wait_for(sends_, peer(d), k);
-  }
+  for (int r = 0; r < size_; ++r) ranks_.push_back(r);
+  for (int d = 1; d < size_; ++d) peers_.push_back(peer(d));
 }
 
 // Reduce-scatter: sends segment k of every peer's part, receives segment k of its own part from every peer.

@@ -8,7 +8,6 @@
 namespace commsched {
 namespace {
 
-constexpr int kScatter = 0, kGather = 1;     // rounds of messages
 constexpr auto kPulse = 10 * kLongestSleep;  // a neighbour that has not written the time for so long does not wait
 
 std::vector<std::vector<int>> members_of(const std::vector<int>& hosts) {
@@ -34,23 +33,22 @@ std::vector<std::vector<int>> members_of(const std::vector<int>& hosts) {
 
 TwoTierTransport::TwoTierTransport(std::shared_ptr<Channel> channel, int rank, std::vector<int> hosts,
                                    std::unique_ptr<HostBoard> board, size_t segment_bytes, int depth)
-    : ExchangeTransport(std::move(channel), rank, static_cast<int>(hosts.size()), segment_bytes, depth),
+    : RowTransport(std::move(channel), rank, static_cast<int>(hosts.size()), segment_bytes, depth),
       hosts_(std::move(hosts)),
       members_(members_of(hosts_)),
       place_(hosts_.size()),
       host_(hosts_[rank]),
-      board_(std::move(board)),
-      sends_(hosts_.size() * depth),
-      receives_(hosts_.size() * depth),
-      parts_(hosts_.size()) {
+      board_(std::move(board)) {
   received_.reserve(static_cast<int>(members_.size()), depth_, segment_bytes_);  // a row for each host
   for (const auto& ranks : members_) {
     for (size_t place = 0; place < ranks.size(); ++place) place_[ranks[place]] = static_cast<int>(place);
     while (room_ < static_cast<double>(ranks.size())) room_ *= 2;
   }
   for (int shard = 0; shard < size_; ++shard) {
+    carriers_[shard] = deputy(shard, host_);
     if (shard != rank_ && deputy(shard, host_) == rank_) entrusted_.push_back(shard);
   }
+  for (int host = 0; host < static_cast<int>(members_.size()); ++host) deputies_.push_back(deputy(rank_, host));
   entrusted_.push_back(rank_);  // last: sums for other hosts are sent while this one is formed
   for (int other : members_[host_]) {
     if (other != rank_) neighbours_.push_back(other);
@@ -69,17 +67,13 @@ TwoTierTransport::TwoTierTransport(std::shared_ptr<Channel> channel, int rank, s
 }
 
 void TwoTierTransport::prepare(const BucketSpec& bucket) {
-  if (bucket.row > 0) {
-    throw EngineError(ErrorKind::usage, "the exchange in two tiers sends whole buckets, but bucket '" + bucket.name +
-                                            "' shall travel by rows; use the direct exchange, or add the bucket without row=");
-  }
   refuse_blocks(bucket, "the exchange in two tiers, which would round the sum of each host");
-  ExchangeTransport::prepare(bucket);
+  RowTransport::prepare(bucket);
 }
 
 // The channel first, as the base says; only then nothing arrives on the board any more.
 void TwoTierTransport::release() noexcept {
-  ExchangeTransport::release();
+  RowTransport::release();
   board_->release();
 }
 
@@ -101,17 +95,11 @@ void TwoTierTransport::wait_for(std::vector<Request>& all, int peer, size_t k) {
   slot = Request{};
 }
 
-void TwoTierTransport::finish_sends(size_t segments) {
-  for (size_t k = segments > static_cast<size_t>(depth_) ? segments - depth_ : 0; k < segments; ++k) {
-    for (int peer = 0; peer < size_; ++peer) wait_for(sends_, peer, k);
-  }
-}
-
 // Neighbours whose buckets differ would add other elements: their forms differ, too.
 TwoTierTransport::Work TwoTierTransport::work(const BucketSpec& b, const OpTag& tag, DType type, DType wire) const {
   uint64_t form = static_cast<uint64_t>(type) << 8 | static_cast<uint64_t>(wire);
   for (int shard = 0; shard < size_; ++shard) form = form * 1000003 + b.part_end(shard, size_);
-  return {b, tag, type, wire, form};
+  return {{b, tag, type, wire}, form};
 }
 
 // Tells the neighbours that segment k lies on this rank's board, and lets them tell this rank.
@@ -200,8 +188,10 @@ void TwoTierTransport::sum_of_hosts(const Work& work, size_t k) {
 
 // Any rank's next step needs only earlier segments of the others, or bytes that are moving, so the slowest rank can always go on.
 void TwoTierTransport::reduce_scatter(const BucketSpec& b, const OpTag& tag) {
-  if (size_ == 1) return scale_alone(b);
-  const Work work = this->work(b, tag, b.dtype, one_host() ? b.dtype : b.wire_dtype);
+  if (size_ == 1 && !b.corrects()) return scale_alone(b);
+  const DType wire = one_host() ? b.dtype : b.wire_dtype;
+  if (b.row > 0) return reduce_scatter_rows({b, tag, b.dtype, wire});
+  const Work work = this->work(b, tag, b.dtype, wire);
   convert(b.reduce_ptr, b.dtype, b.reduce_ptr, b.dtype, b.count, b.prescale);
   const size_t all = segments(b, work.type);
   size_t laid_out = 0, summed = 0;
@@ -272,8 +262,10 @@ void TwoTierTransport::take_shards(const Work& work, size_t k) {
 }
 
 void TwoTierTransport::all_gather(const BucketSpec& b, const OpTag& tag) {
-  if (size_ == 1) return;
-  const Work work = this->work(b, tag, gather_type(b), one_host() ? gather_type(b) : gather_wire(b));
+  if (size_ == 1 && !b.corrects()) return;
+  const DType wire = one_host() ? gather_type(b) : gather_wire(b);
+  if (b.row > 0) return all_gather_rows({b, tag, gather_type(b), wire});
+  const Work work = this->work(b, tag, gather_type(b), wire);
   const size_t all = segments(b, work.type);
   size_t sent = 0;
   for (size_t k = 0; k < all; ++k) {

@@ -2,8 +2,8 @@
 // one rank for each host would send.
 #pragma once
 
-#include "exchange.h"
 #include "host_board.h"
+#include "row_transport.h"
 
 namespace commsched {
 
@@ -48,7 +48,7 @@ namespace commsched {
 // The hosts' sums are added in host order (16-bit types: in float), scaled by `postscale` and rounded once to the bucket's type.
 // With one host nothing is rounded to the wire type, and the sum has the bits of the direct exchange without one; with one rank
 // for each host it has the bits of the direct exchange.
-class TwoTierTransport : public ExchangeTransport {
+class TwoTierTransport : public RowTransport {
  public:
   // `hosts` has each rank's host, from 0 without gaps. The ranks of this host are the board's places, in rank order.
   TwoTierTransport(std::shared_ptr<Channel> channel, int rank, std::vector<int> hosts, std::unique_ptr<HostBoard> board,
@@ -69,12 +69,8 @@ class TwoTierTransport : public ExchangeTransport {
 
  private:
   // The operation in progress.
-  struct Work {
-    const BucketSpec& bucket;
-    const OpTag& tag;
-    DType type;  // in the buffer
-    DType wire;  // in messages; `type` with one host
-    uint64_t form;  // of its segments on the boards
+  struct Work : RowTransport::Work {  // `wire` is `type` with one host
+    uint64_t form;                    // of its segments on the boards
   };
 
   Work work(const BucketSpec& bucket, const OpTag& tag, DType type, DType wire) const;
@@ -82,10 +78,8 @@ class TwoTierTransport : public ExchangeTransport {
   bool one_host() const { return members_.size() == 1; }
   int deputy(int shard, int host) const { return members_[host][place_[shard] % members_[host].size()]; }
   Cut part(const Work& work, int shard) const { return cut(work.bucket, shard, work.type); }
-  Request& request(std::vector<Request>& all, int peer, size_t k) { return all[peer * depth_ + k % depth_]; }
   bool may_be_waiting(int peer) const;
-  void wait_for(std::vector<Request>& all, int peer, size_t k);
-  void finish_sends(size_t segments);
+  void wait_for(std::vector<Request>& all, int peer, size_t k) override;
 
   void announce(const Work& work, int round, size_t k);
   void await_announcements(const Work& work, size_t k);
@@ -98,19 +92,24 @@ class TwoTierTransport : public ExchangeTransport {
   void lay_out_shards(const Work& work, size_t k);
   void take_shards(const Work& work, size_t k);
 
+  // Buckets of rows: two_tier_rows.cpp.
+  void reduce_scatter_rows(const RowTransport::Work& work);
+  void all_gather_rows(const RowTransport::Work& work);
+  void unite_changes(const RowTransport::Work& work);
+  void sum_rows_on_host(const RowTransport::Work& work);
+  void sum_rows_of_hosts(const RowTransport::Work& work);
+
   const std::vector<int> hosts_;           // by rank
   std::vector<std::vector<int>> members_;  // by host: its ranks, ascending
   std::vector<int> place_;                 // by rank: its number among its host's ranks
   const int host_;                         // this rank's
   double room_ = 1.0;                      // by which a host's sum in float16 is divided
   std::vector<int> entrusted_;             // the shards whose deputy on this host is this rank; its own is the last
+  std::vector<int> deputies_;              // by host: the deputy for this rank's shard; on this host it is this rank
   std::vector<int> neighbours_;            // the other ranks of this host
   const std::unique_ptr<HostBoard> board_;
   uint64_t sequence_ = 0;  // segments of all finished operations
-
-  std::vector<Request> sends_;      // [peer][slot]
-  std::vector<Request> receives_;   // [peer][slot]
-  std::vector<const void*> parts_;  // of one sum
+  RowMessage handed_on_;   // to the neighbours: own sums and those from other hosts
 };
 
 }  // namespace commsched

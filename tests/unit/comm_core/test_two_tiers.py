@@ -18,6 +18,7 @@ from comm_core import (
     NotShared,
     TwoTierTransport,
     boards,
+    changed_rows,
     local_channels,
     open_boards,
     two_tier_transport,
@@ -257,7 +258,220 @@ def test_ranks_that_are_late_in_any_order_change_nothing(place: str) -> None:
         on_ranks(size, one)
 
 
+# -- touched rows --------------------------------------------------------------------------------------------
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def table(rank: int, rows: int, width: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A table of which a rank has touched no row, a few, or all; rows that many ranks touch come first."""
+    dice = random.Random(f"{seed} {rank}")
+    count = dice.choice([0, 1, rows // 8, rows // 4, rows])
+    touched = dice.sample(range(rows), count) if dice.random() < 0.5 else list(range(count))
+    found = torch.zeros(rows, width, dtype=dtype)
+    found[touched] = values(rank, rows * width, dtype, seed).view(rows, width)[touched]
+    if dtype.is_floating_point and touched:
+        found[touched[0]] = -0.0  # touched, though it is zero
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("dtype", "wire"), TYPES)
+def test_rows_have_the_bits_of_whole_buckets(
+    place: str, dtype: torch.dtype, wire: torch.dtype | None
+) -> None:
+    """Rows are not a multiple of the ranks; each step touches others, and must not see the step before."""
+    hosts, rows, width, steps = PLACES[place], 53, 9, 4
+    size = len(hosts)
+    data = [[table(rank, rows, width, dtype, step) for rank in range(size)] for step in range(steps)]
+    before, after = (1.0, 1.0) if dtype == torch.int64 else (0.3, 1 / 3)
+    if size == 1:
+        before, after = 1.0, before * after  # scaled at once
+    options = {"row": width, "wire_dtype": wire, "prescale": before, "postscale": after}
+    with tier_engines(hosts) as engines:
+
+        def one(rank: int) -> list[torch.Tensor]:
+            mine, found = torch.empty(rows, width, dtype=dtype), []
+            engines[rank].add_bucket(mine.view(-1), name="table", **options)
+            engines[rank].install([("RS", 0), ("AG", 0)])
+            for tables in data:
+                mine.copy_(tables[rank])
+                run_step(engines[rank], [0])
+                found.append(mine.clone())
+            return found
+
+        results = on_ranks(size, one)
+    for step, tables in enumerate(data):
+        expected = tier_gathered(tier_sum(tables, hosts, wire, before, after), hosts, wire)
+        for result in results:
+            assert torch.equal(bits(result[step]), bits(expected)), f"step {step}"
+
+
+@pytest.mark.parametrize(("segment_bytes", "depth"), [(8, 1), (24, 3), (1 << 16, 4)])
+def test_rows_in_other_segments_in_one_operation(segment_bytes: int, depth: int) -> None:
+    hosts = PLACES["4+2"]
+    data = [table(rank, 40, 5, torch.float32, 7) for rank in range(6)]
+    with tier_engines(hosts, segment_bytes=segment_bytes, depth=depth) as engines:
+
+        def one(rank: int) -> torch.Tensor:
+            mine = data[rank].clone()
+            engines[rank].add_bucket(mine.view(-1), row=5)
+            engines[rank].install([("AR", 0)])
+            run_step(engines[rank], [0])
+            return mine
+
+        assert_all_equal(on_ranks(6, one), tier_sum(data, hosts))
+
+
+@pytest.mark.parametrize(("dtype", "wire"), [(torch.float16, None), (torch.float32, torch.float16)])
+def test_the_sum_of_a_hosts_rows_is_finite_in_float16_where_the_mean_is(
+    dtype: torch.dtype, wire: torch.dtype | None
+) -> None:
+    data = [torch.full((8 * 9,), 20000.0, dtype=dtype) for _ in range(8)]
+    assert_all_equal(reduced(PLACES["2x4"], data, wire_dtype=wire, postscale=1 / 8, row=9), data[0])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+@pytest.mark.parametrize("early", [True, False])
+def test_corrected_rows_have_the_bits_of_whole_sums(
+    place: str, wire: torch.dtype | None, early: bool
+) -> None:
+    """A part of each gradient is summed, then the rows that any rank has changed since."""
+    hosts, rows, width, steps = PLACES[place], 41, 6, 3
+    size = len(hosts)
+    parts, wholes = [], []
+    for step in range(steps):
+        parts.append(
+            [values(rank, rows * width, torch.float32, step).view(rows, width) for rank in range(size)]
+        )
+        changes = [table(rank, rows, width, torch.float32, step + 50) for rank in range(size)]
+        wholes.append([part + change for part, change in zip(parts[-1], changes, strict=True)])
+    options = {"wire_dtype": wire, "postscale": 1 / 3}
+    ends = [rows * width] * size
+    with tier_engines(hosts) as engines:
+
+        def one(rank: int) -> list[torch.Tensor]:
+            engine, sums, again = engines[rank], torch.empty(rows, width), torch.empty(rows, width)
+            changed, found = torch.zeros(1 + rows, dtype=torch.int32), []
+            engine.add_bucket(sums.view(-1), ends=ends, name="head", **options)
+            engine.add_bucket(
+                again.view(-1), gather=sums.view(-1), row=width, changed=changed, name="rest", **options
+            )
+            middle = [("RS", 1), ("AG", 0)] if early else [("AG", 0), ("RS", 1)]
+            engine.install([("RS", 0), *middle, ("AG", 1)])
+            for part, whole in zip(parts, wholes, strict=True):
+                sums.copy_(part[rank])
+                again.copy_(whole[rank])
+                changed_rows(part[rank], again, changed)
+                run_step(engine, [0, 1])
+                found.append(sums.clone())
+            return found
+
+        results = on_ranks(size, one)
+    for step, whole in enumerate(wholes):
+        expected = tier_gathered(tier_sum(whole, hosts, wire, after=1 / 3), hosts, wire)
+        for result in results:
+            assert torch.equal(bits(result[step]), bits(expected)), f"step {step}"
+
+
+@pytest.mark.parametrize("place", ["2x2", "3+1", "mixed"])
+def test_rows_and_whole_buckets_in_turn_with_late_ranks(place: str) -> None:
+    """Boards and row messages share the channel: ranks that are late in any order change nothing."""
+    hosts, rows, width = PLACES[place], 30, 7
+    size = len(hosts)
+    tables = [[table(rank, rows, width, torch.float32, step) for rank in range(size)] for step in range(8)]
+    dense = [values(rank, size * 61, torch.float32, seed=8) for rank in range(size)]
+    total = tier_sum(dense, hosts)
+    with tier_engines(hosts, depth=3) as engines:
+
+        def one(rank: int) -> None:
+            dice, engine = random.Random(rank), engines[rank]
+            sparse, whole = torch.empty(rows, width), torch.empty(size * 61)
+            engine.add_bucket(sparse.view(-1), row=width)
+            engine.add_bucket(whole)
+            engine.install([("RS", 1), ("RS", 0), ("AG", 1), ("AG", 0)])
+            for step in tables:
+                engine.begin_step()
+                sparse.copy_(step[rank])
+                whole.copy_(dense[rank])
+                for b in dice.sample(range(2), 2):
+                    threading.Event().wait(dice.choice([0, 0, 0.001, 0.004]))
+                    engine.mark_ready(b)
+                engine.wait_all()
+                torch.testing.assert_close(sparse, tier_sum(step, hosts), rtol=0, atol=0)
+                torch.testing.assert_close(whole, total, rtol=0, atol=0)
+
+        on_ranks(size, one)
+
+
 # -- what is sent --------------------------------------------------------------------------------------------
+
+
+def row_message(*counts: int, row_bytes: int) -> int:
+    """The bytes of messages with so many rows: a count, numbers up to a multiple of 8 bytes, rows."""
+    return sum(8 + -(-4 * n // 8) * 8 + n * row_bytes for n in counts)
+
+
+def test_rows_that_ranks_of_a_host_touch_leave_it_once() -> None:
+    """Row k belongs to rank k % 4. All ranks of the first host touch rows 2, 3 and 4."""
+    hosts, width = PLACES["2x2"], 5
+    touched = {0: [2, 3, 4], 1: [2, 3, 4], 2: [], 3: [9]}
+
+    def one(rank: int) -> dict[str, int]:
+        mine = torch.zeros(12, width)
+        mine[touched[rank]] = 1.0
+        engines[rank].add_bucket(mine.view(-1), row=width)
+        engines[rank].install([("RS", 0), ("AG", 0)])
+        run_step(engines[rank], [0])
+        assert mine[:, 0].tolist() == [0, 0, 2, 2, 2, 0, 0, 0, 0, 1, 0, 0]
+        return {("RS", "AG")[event["op"]]: int(event["bytes"]) for event in engines[rank].events()}
+
+    with tier_engines(hosts) as engines:
+        sent = on_ranks(4, one)
+
+    def bytes_of(rows: int) -> int:
+        return row_message(rows, row_bytes=4 * width)
+
+    # RS: rank 0 is the deputy for rank 2, rank 1 for rank 3, and so on. AG: each rank's rows once to the other host.
+    assert [rank["RS"] for rank in sent] == [bytes_of(n) for n in (1, 1, 0, 1)]
+    assert [rank["AG"] for rank in sent] == [bytes_of(n) for n in (1, 1, 1, 1)]
+
+
+def test_numbers_of_changed_rows_cross_between_hosts_once() -> None:
+    """Both ranks of the first host change rows 1 and 4: each tells the other host of one of them."""
+    hosts, width = PLACES["2x2"], 5
+    changes = [[1, 4], [1, 4], [], [6]]
+
+    def one(rank: int) -> tuple[list[int], dict[str, int]]:
+        sums, again = torch.zeros(8 * width), torch.ones(8 * width)
+        changed = torch.zeros(9, dtype=torch.int32)
+        engines[rank].add_bucket(again, gather=sums, row=width, changed=changed)
+        engines[rank].install([("RS", 0), ("AG", 0)])
+        changed[: 1 + len(changes[rank])] = torch.tensor([len(changes[rank]), *changes[rank]])
+        run_step(engines[rank], [0])
+        assert sums.view(8, width)[:, 0].tolist() == [0, 4, 0, 0, 4, 0, 4, 0]
+        return changed[:4].tolist(), {
+            ("RS", "AG")[event["op"]]: int(event["bytes"]) for event in engines[rank].events()
+        }
+
+    with tier_engines(hosts) as engines:
+        found = on_ranks(4, one)
+    assert all(changed == [3, 1, 4, 6] for changed, _ in found)
+
+    def bytes_of(rows: int, width: int = width) -> int:
+        return row_message(rows, row_bytes=4 * width)
+
+    # Numbers, then the rows for the rank of the same place: rows 1 and 4 belong to ranks 1 and 0, row 6 to rank 2.
+    assert [sent["RS"] for _, sent in found] == [
+        bytes_of(1, 0) + bytes_of(1),
+        bytes_of(1, 0) + bytes_of(0),
+        bytes_of(1, 0) + bytes_of(1),
+        bytes_of(0, 0) + bytes_of(1),
+    ]
+    assert [sent["AG"] for _, sent in found] == [bytes_of(1), bytes_of(1), bytes_of(1), bytes_of(0)]
 
 
 @pytest.mark.parametrize("place", ["2x2", "2x4", "4x2", "3+1", "interleaved"])
@@ -283,12 +497,14 @@ def test_a_host_sends_what_one_rank_a_host_would(place: str) -> None:
 # -- what is refused -----------------------------------------------------------------------------------------
 
 
-def test_rows_and_blocks_are_refused() -> None:
+def test_blocks_and_rows_of_parameters_are_refused() -> None:
     with tier_engines([0, 0, 1]) as engines:
-        error = failure(lambda: engines[0].add_bucket(torch.ones(12), row=4, name="table"))
-        assert "bucket 'table' shall travel by rows; use the direct exchange" in str(error)
         error = failure(lambda: engines[0].add_bucket(torch.ones(12), wire_dtype=torch.int8, name="table"))
         assert "'table' cannot travel in blocks of int8" in str(error) and "direct exchange" in str(error)
+        error = failure(
+            lambda: engines[0].add_bucket(torch.ones(12), gather=torch.ones(12), row=4, name="table")
+        )
+        assert "'table' has 3 rows, or gathers parameters" in str(error)
 
 
 def test_hosts_and_boards_must_fit() -> None:
