@@ -6,7 +6,7 @@ small agreements among the ranks. ``backend_for`` chooses one of the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -30,19 +30,18 @@ def backend_for(
     params: Sequence[torch.Tensor],
     transport: str | Backend | None,
     process_set: ProcessSet,
-    share_of_tables: Callable[[], float] = lambda: 0.0,
 ) -> Backend:
     """Return the backend for the parameters' device. Collective.
 
     ``transport="stream"`` uses streams for CPU tensors too. A backend passed as the transport is returned as
-    it is, which emulations use. ``share_of_tables`` tells which share of the gradients may travel by rows.
+    it is, which emulations use.
     """
     if isinstance(transport, Backend):
         return transport
     device = params[0].device if params else torch.device("cpu")
     wanted = wanted_transport(transport)
     if device.type == "cpu" and wanted != STREAM:
-        return engine_backend(process_set, transport, share_of_tables)
+        return engine_backend(process_set, transport)
     from commsched.backends.cuda import stream_backend
 
     return stream_backend(process_set, "auto" if wanted == STREAM else transport, device)

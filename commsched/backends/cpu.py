@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -23,7 +23,7 @@ from commsched.backends.interface import Backend, StepWork, as_real
 from commsched.backends.ranks import Ranks
 from commsched.collectives.carrier import carrier, epoch
 from commsched.collectives.job import ProcessSet, registered_id
-from commsched.collectives.operations import Sum, allgather, allreduce_, broadcast_object, reducescatter
+from commsched.collectives.operations import Sum, allgather, allreduce_, reducescatter
 from commsched.collectives.private_groups import data_board, data_channel, hosts_of, tier_exchanges
 from commsched.env import settings
 from commsched.errors import CommError
@@ -189,7 +189,7 @@ class EngineBackend(EngineBuckets, Backend):
         super().__init__(ranks.rank, ranks.size, transport, timeout)
         self.ranks, self.name = ranks, name
         self.uneven_parts = name != "horovod"
-        self.by_rows = isinstance(transport, comm_core.DirectTransport)
+        self.by_rows = isinstance(transport, (comm_core.DirectTransport, comm_core.TwoTierTransport))
 
     def exchange_seconds(self, size: int) -> float:
         return self._seconds(self._transport, size)
@@ -267,31 +267,12 @@ def _tell_flat(process_set: ProcessSet, reason: str) -> None:
         )
 
 
-def flat_for_rows(process_set: ProcessSet, share_of_tables: float) -> bool:
-    """Return whether fewer bytes cross between hosts if touched rows travel alone, which tiers cannot do.
-
-    Touched rows count as nothing. Without tiers, the rest crosses as often as a host has ranks.
-    """
-    size, hosts = int(process_set.size()), len(set(hosts_of(process_set)))  # type: ignore[arg-type]
-    return (1 - share_of_tables) * size / hosts < 1
-
-
 def make_transport(
-    name: str | None,
-    process_set: ProcessSet,
-    channel: int,
-    timeout: float,
-    share_of_tables: Callable[[], float] = lambda: 0.0,
+    name: str | None, process_set: ProcessSet, channel: int, timeout: float
 ) -> tuple[str, Any]:
     """Return the transport's name and object. Collective: every rank of the process set must call."""
     asked = asked_transport(name)
     chosen = choose(process_set) if asked == "auto" else asked
-    if chosen == "tiers" and asked == "auto":
-        # Ranks may have found other modules; all take the first rank's word.
-        root = min(process_set.ranks or [0])
-        share = broadcast_object(share_of_tables(), root, "commsched.tables", process_set)
-        if flat_for_rows(process_set, share):
-            chosen = "direct"
     transport: Any
     if chosen == "horovod":
         transport = comm_core.PythonTransport(HorovodCollectives(process_set))
@@ -344,10 +325,8 @@ class HorovodCollectives:
         allreduce_(full, op=Sum, name=name, process_set=self._process_set)
 
 
-def engine_backend(
-    process_set: ProcessSet, transport: str | None, share_of_tables: Callable[[], float] = lambda: 0.0
-) -> EngineBackend:
+def engine_backend(process_set: ProcessSet, transport: str | None) -> EngineBackend:
     """Return the engine over new connections among the ranks of a process set. Collective."""
     timeout, number = settings().timeout, new_channel(process_set)
-    name, exchange = make_transport(transport, process_set, number, timeout, share_of_tables)
+    name, exchange = make_transport(transport, process_set, number, timeout)
     return EngineBackend(Ranks(process_set, number), name, exchange, timeout)

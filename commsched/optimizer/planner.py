@@ -330,16 +330,6 @@ def _tables(params: Sequence[nn.Parameter], modules: Sequence[Owner]) -> list[in
     return [i for i in sorted(fit - unfit) if _has_rows(params[i])]
 
 
-def share_of_tables(params: Sequence[nn.Parameter], modules: Sequence[Owner], asked: Options) -> float:
-    """Return the share of the gradients' bytes that may travel by rows; 1 where the user wants rows."""
-    if asked.row_sparse is False or _obstacle(None, asked):
-        return 0.0
-    tables = _tables(params, modules)
-    if asked.row_sparse is True and (tables or tied_heads(params, modules)):
-        return 1.0
-    return sum(params[i].nbytes for i in tables) / max(1, sum(p.nbytes for p in params))
-
-
 def sparse_tables(modules: Sequence[Owner]) -> set[int]:
     """Return the parameters whose gradients are sparse: they are reduced at step time."""
     return {i for module, mine in modules for i in mine if getattr(module, "sparse", False)}
@@ -371,12 +361,12 @@ def tied_heads(params: Sequence[nn.Parameter], modules: Sequence[Owner]) -> dict
     }
 
 
-def _obstacle(backend: Backend | None, asked: Options) -> str:
-    """Return why no gradient of this optimizer can travel by rows; "" if some may. None: any backend."""
+def _obstacle(backend: Backend, asked: Options) -> str:
+    """Return why no gradient of this optimizer can travel by rows; "" if some may."""
     if asked.gather != "gradients":
         return f"needs gather='gradients', got {asked.gather!r}: parameters have no zero rows"
-    if backend is not None and not backend.by_rows:
-        return f"needs transport 'direct' on CPUs, but the transport is {backend.name!r}"
+    if not backend.by_rows:
+        return f"needs transport 'direct' or 'tiers' on CPUs, but the transport is {backend.name!r}"
     if code := block_code(asked.wire_dtype):
         return f"needs gradients that are not quantised, but compression is Compression.{code}"
     if isinstance(asked.schedule, Program):
@@ -395,12 +385,20 @@ def _max_norm(model: Model, modules: Sequence[Owner]) -> str:
     return ""
 
 
+def sent_share(size: int, hosts: int = 1) -> float:
+    """Return which part of a bucket a rank sends in one RS or AG, in the mean, as the engine's events count.
+
+    ``hosts``: of the exchange in two tiers, which counts what leaves a host, or copies inside a single one.
+    """
+    return (hosts - 1) / size if hosts > 1 else 1 - 1 / size
+
+
 def sent_by_rows(
-    events: npt.NDArray[Any], layout: Layout, rows: Mapping[int, Rows], ranks: int
+    events: npt.NDArray[Any], layout: Layout, rows: Mapping[int, Rows], share: float
 ) -> dict[int, Sent]:
     """Return what this rank sent of each parameter in ``rows``: mean bytes and median seconds of the steps.
 
-    An RS or AG of B bytes sends B * (1 - 1/ranks) from each rank; the mean of both counts.
+    An RS or AG of B bytes sends B * ``share`` from each rank; the mean of both counts.
     """
     found = {}
     for i in rows:
@@ -410,7 +408,7 @@ def sent_by_rows(
         if steps:
             seconds = median(float((op["end"] - op["start"]).sum()) for op in steps.values())
             sent = float(mine["bytes"].sum()) / len(steps) / 2
-            found[i] = Sent(sent / (1 - 1 / ranks), seconds)
+            found[i] = Sent(sent / share, seconds)
     return found
 
 
@@ -821,7 +819,10 @@ class Planner:
 
         Not collective. ``early``: the tied weights of which this rank has sent the head's part first.
         """
-        sent = sent_by_rows(events, layout, self.model.rows, self.ranks.size)
+        tiers = self.backend.name == "tiers"
+        hosts = len(set(hosts_of(self.ranks.process_set))) if tiers else 1
+        share = sent_share(self.ranks.size, hosts)
+        sent = sent_by_rows(events, layout, self.model.rows, share)
         place = {i: number for number, i in enumerate(order)}
         for i, head in self.model.head_of.items():
             if i not in early or place[head] < place[i]:

@@ -56,7 +56,7 @@ from commsched.optimizer.measuring import (
     iteration_times,
     spread,
 )
-from commsched.optimizer.planner import Model, Observed, Options, Plan, Planner, owners_of, share_of_tables
+from commsched.optimizer.planner import Model, Observed, Options, Plan, Planner, owners_of
 from commsched.optimizer.reports import StepReports, Timeline, few
 from commsched.optimizer.round import Round, State
 from commsched.optimizer.sharded_step import ShardedStep
@@ -141,11 +141,7 @@ class Session:
         self._optimizer: Any = weakref.proxy(optimizer)
         self._wrapped = weakref.ref(optimizer)
         params = _trained(optimizer)
-
-        def tables() -> float:
-            return share_of_tables(params, owners(params, optimizer._model), options)
-
-        self.backend = backend_for(params, options.transport, options.process_set, tables)
+        self.backend = backend_for(params, options.transport, options.process_set)
         self._parts = _Parts(os.getpid(), self.backend)
         self._finalizer = weakref.finalize(self, _Parts.close, self._parts)
         self._frozen: dict[int, int] = {}  # steps that parameters of the plan have been frozen, by their ids

@@ -132,7 +132,7 @@ def draw(
     if processes:
         transports = ["direct", "direct", "ring", "tiers"] + ["stream"] * (not options["two"])
         options |= {"transport": random.Random(f"transport {seed}").choice(transports), "stream": False}
-        if options["transport"] != "direct" and options["row_sparse"] is True:
+        if options["transport"] not in ("direct", "tiers") and options["row_sparse"] is True:
             options["row_sparse"] = "auto"
     options |= fixed or {}
     names = [name for name, action in ACTIONS.items() if action.weight and (not only or name in only)]

@@ -80,21 +80,3 @@ def test_an_unknown_transport_is_refused_with_the_known_ones() -> None:
         ValueError, match="no transport 'rings'; the transports are auto, direct, ring, tiers, horovod"
     ):
         cpu.asked_transport("rings")
-
-
-@pytest.mark.parametrize(
-    ("nodes", "share", "flat"),
-    [
-        ("aabb", 0.0, False),
-        ("aabb", 0.5, False),  # as many bytes: half of them twice
-        ("aabb", 0.6, True),
-        ("aaaabbbb", 0.6, False),
-        ("aaaabbbb", 0.8, True),
-        ("aaab", 0.4, False),
-        ("aaab", 1.0, True),
-    ],
-)
-def test_large_tables_travel_by_rows_without_tiers(
-    monkeypatch: pytest.MonkeyPatch, nodes: str, share: float, flat: bool
-) -> None:
-    assert cpu.flat_for_rows(job(monkeypatch, on(*nodes)), share) == flat

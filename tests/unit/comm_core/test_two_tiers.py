@@ -435,7 +435,7 @@ def test_rows_that_ranks_of_a_host_touch_leave_it_once() -> None:
     def bytes_of(rows: int) -> int:
         return row_message(rows, row_bytes=4 * width)
 
-    # RS: rank 0 is the deputy for rank 2, rank 1 for rank 3, and so on. AG: each rank's rows once to the other host.
+    # RS: rank 0 is the deputy for rank 2, rank 1 for rank 3. AG: each rank's rows once to the other host.
     assert [rank["RS"] for rank in sent] == [bytes_of(n) for n in (1, 1, 0, 1)]
     assert [rank["AG"] for rank in sent] == [bytes_of(n) for n in (1, 1, 1, 1)]
 
@@ -464,7 +464,7 @@ def test_numbers_of_changed_rows_cross_between_hosts_once() -> None:
     def bytes_of(rows: int, width: int = width) -> int:
         return row_message(rows, row_bytes=4 * width)
 
-    # Numbers, then the rows for the rank of the same place: rows 1 and 4 belong to ranks 1 and 0, row 6 to rank 2.
+    # Numbers, then rows to the rank of the same place: rows 1, 4 and 6 belong to ranks 1, 0 and 2.
     assert [sent["RS"] for _, sent in found] == [
         bytes_of(1, 0) + bytes_of(1),
         bytes_of(1, 0) + bytes_of(0),

@@ -22,6 +22,7 @@ from commsched.optimizer.planner import (
     counted_rows,
     first_rows,
     sent_by_rows,
+    sent_share,
     tied_heads,
 )
 from scheduler.ir.buckets import Bucket, Piece
@@ -87,7 +88,7 @@ def program_of(profile: Profile) -> Any:
     "different, words",
     [
         ({"gather": "parameters"}, "rank 1: row_sparse=True needs gather='gradients', got 'parameters'"),
-        ({"by_rows": False}, "transport 'direct' on CPUs, but the transport is 'ring'"),
+        ({"by_rows": False}, "transport 'direct' or 'tiers' on CPUs, but the transport is 'ring'"),
         (
             {"schedule": program_of(Model(("a",), (9,), (torch.float32,)).guess([0], LINK))},
             "name of a policy as the schedule",
@@ -137,8 +138,14 @@ def test_bytes_are_the_mean_and_seconds_the_median_of_the_steps() -> None:
         for step, took, size in ((4, 0.25, 100), (5, 0.25, 200), (6, 5.0, 150))
         for op, bucket, sent in ((0, 0, size), (1, 0, size), (0, 2, 10**6))
     ]
-    sent = sent_by_rows(np.array(rows, dtype=fields), layout, {0: Rows(10, 16000)}, 3)
+    sent = sent_by_rows(np.array(rows, dtype=fields), layout, {0: Rows(10, 16000)}, sent_share(3))
     assert sent == {0: Sent(pytest.approx(225.0), 0.5)}  # type: ignore[arg-type]
+
+
+def test_two_tiers_count_what_leaves_the_hosts() -> None:
+    """Of 2 hosts each sends half of a message in RS and half in AG: a quarter from each of 4 ranks."""
+    assert sent_share(4, 2) == 1 / 4 and sent_share(4, 4) == sent_share(4) == 3 / 4
+    assert sent_share(8, 4) == 3 / 8
 
 
 @pytest.mark.parametrize(
