@@ -89,8 +89,8 @@ Job random_job(Random& random, Kind kind) {
   job.hosts = random_hosts(random, job.size);
   const int buckets = pick(1, 5);
   for (int b = 0; b < buckets; ++b) {
-    // Rows of up to two segments, whose number need not divide by the number of ranks; only the direct exchange knows rows.
-    const size_t row = kind == Kind::direct && pick(0, 1) == 0 ? pick(1, 100) : 0;
+    // Rows of up to two segments, whose number need not divide by the number of ranks; the ring sends none.
+    const size_t row = kind != Kind::ring && pick(0, 1) == 0 ? pick(1, 100) : 0;
     BucketSpec bucket = make_bucket(row > 0 ? row * pick(0, 60) : static_cast<size_t>(job.size) * pick(0, 700), row);
     if (row == 0) {
       for (int r = 0; b % 2 == 1 && r < job.size; ++r) bucket.ends.push_back(pick(0, static_cast<int>(bucket.count)));
@@ -227,7 +227,8 @@ void run_corrections(Random& random, const std::function<Channels(int, unsigned)
   const auto pick = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
   const int size = pick(2, 4);
   const size_t rows = pick(1, 40), row = pick(1, 100);
-  const auto transports = make_transports(make_channels(size, random()), Kind::direct, 256);
+  const Kind kind = pick(0, 1) == 0 ? Kind::direct : Kind::tiers;
+  const auto transports = make_transports(make_channels(size, random()), kind, 256, random_hosts(random, size));
   on_ranks(size, [&](int rank) {
     Engine engine(transports[rank], 30);
     correct_rows(engine, rank, size, rows, row);
@@ -271,7 +272,7 @@ void run_failing_job(const std::function<Channels(int, unsigned)>& make_channels
   constexpr int kSize = 3, kBad = 1;
   const Job job{kSize,
                 {0, 0, 1},
-                {make_bucket(3000), make_bucket(600, kind == Kind::direct ? 24 : 0)},
+                {make_bucket(3000), make_bucket(600, kind == Kind::ring ? 0 : 24)},
                 {{Op::RS, 0}, {Op::RS, 1}, {Op::AG, 0}, {Op::AG, 1}}};
   const auto transports = make_transports(make_channels(kSize, 1), kind, 256, job.hosts);
   on_ranks(kSize, [&](int rank) {

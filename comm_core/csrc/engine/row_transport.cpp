@@ -160,7 +160,8 @@ void RowTransport::pack_sums(const Work& work) {
   const BucketSpec& b = work.bucket;
   if (b.corrects()) {
     read_changes(b);
-    std::erase_if(touched_, [&](uint32_t number) { return owner(number) != rank_; });
+    const auto is_other = [&](uint32_t number) { return owner(number) != rank_; };
+    touched_.erase(std::remove_if(touched_.begin(), touched_.end(), is_other), touched_.end());
   } else {
     find_touched(static_cast<const char*>(b.reduce_ptr), b.count / b.row, b.row * dtype_size(work.type), rank_, size_, touched_);
   }

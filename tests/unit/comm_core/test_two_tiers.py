@@ -683,9 +683,10 @@ def test_an_abort_ends_waits_for_boards_and_for_messages(place: str) -> None:
     [
         ("RS", "2x2"),
         ("AG", "3+1"),
+        ("RS by rows", "2x2"),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
-            for case in (("RS", "one host"), ("RS", "3+1"), ("AG", "2x2"))
+            for case in (("RS", "one host"), ("RS", "3+1"), ("AG", "2x2"), ("RS by rows", "3+1"))
         ),
     ],
 )
@@ -700,7 +701,9 @@ def test_all_time_outs_name_the_rank_that_does_not_come(operation: str, place: s
     def one(rank: int) -> EngineError | None:
         engine = Engine(transports[rank], rank, size, LONG)
         grads, params = torch.ones(size * 50), torch.ones(size * 50)
-        engine.add_bucket(grads, gather=params, name="weights", needs_update=True)
+        by_rows = operation == "RS by rows"
+        options = {"row": 50} if by_rows else {"gather": params, "needs_update": True}
+        engine.add_bucket(grads, name="weights", **options)
         engine.install([("RS", 0), ("AG", 0)])
         engine.begin_step()
         if operation == "AG":
@@ -712,7 +715,7 @@ def test_all_time_outs_name_the_rank_that_does_not_come(operation: str, place: s
             assert all(failed.acquire(timeout=LONG) for _ in range(size - 1))
             engine.close()
             return None
-        if operation == "RS":
+        if operation != "AG":
             engine.mark_ready(0)
             error = failure(lambda: engine.wait_rs(0))
         else:
@@ -724,7 +727,7 @@ def test_all_time_outs_name_the_rank_that_does_not_come(operation: str, place: s
 
     for error in on_ranks(size, one)[:-1]:
         assert error is not None and error.peer == absent, str(error)
-        assert f"{operation} of bucket 0 (weights) in step 1 failed" in str(error)
+        assert f"{operation[:2]} of bucket 0 (weights) in step 1 failed" in str(error)
         assert f"nothing came from rank {absent}" in str(error), str(error)
 
 
