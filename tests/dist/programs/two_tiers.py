@@ -209,18 +209,21 @@ def a_row_leaves_its_host_once(me: Me) -> None:
     """All ranks touch the same 16 of 501 rows: the two hosts send each of them once in RS and once in AG."""
     model = seeded(lambda: nn.Embedding(501, 64))
     optimizer: Any = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model=model, schedule="dear", row_sparse=True
+        torch.optim.SGD(model.parameters(), lr=0.1), model=model, row_sparse=True
     )
-    for _ in range(4):
+    for step in range(60):
+        known = hvd.metrics(optimizer) if step >= 12 else None
+        if all(me.everybody("known" if known is not None and known.bytes is not None else "")):
+            break  # measurements that were disturbed are made again, and plans
         model(torch.arange(16)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     optimizer.state_dict()
-    events = optimizer._session.backend.events(clear=False)
-    last = events[events["step"] == events["step"].max()]
-    sent = sum(int(text) for text in me.everybody(str(last["bytes"].sum())))
+    measured = hvd.metrics(optimizer)
+    assert measured is not None and measured.bytes is not None
+    sent = sum(int(text) for text in me.everybody(str(int(measured.bytes))))
     rows = 2 * 16 * (64 * 4 + 4)
-    assert rows <= sent <= rows + 1000, sent  # and flags
+    assert rows <= sent <= rows + 1500, sent  # and counts, and flags of the step
     optimizer.close()
 
 
