@@ -10,7 +10,7 @@ void DirectTransport::reduce_scatter_rows(const Work& work) {
     unite(work, kUnite, {peers_, peers_, true}, 1, 0);
     write_changes(b);
   }
-  pack_for_carriers(work, work.wire);
+  pack_rows(work, work.wire);
   exchange_rows(work, kScatter, {peers_, peers_, true}, b.row * dtype_size(work.wire));
   std::swap(received_rows_[rank_], packed_rows_[rank_]);
   zero_is(work, work.wire);

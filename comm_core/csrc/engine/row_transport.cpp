@@ -6,14 +6,14 @@ namespace commsched {
 
 RowTransport::RowTransport(std::shared_ptr<Channel> channel, int rank, int size, size_t segment_bytes, int depth)
     : ExchangeTransport(std::move(channel), rank, size, segment_bytes, depth),
-      carriers_(size),
+      via_(size),
       sends_(static_cast<size_t>(size) * depth),
       receives_(static_cast<size_t>(size) * depth),
       parts_(size),
       packed_rows_(size),
       received_rows_(size),
       row_counts_(size) {
-  std::iota(carriers_.begin(), carriers_.end(), 0);
+  std::iota(via_.begin(), via_.end(), 0);
 }
 
 void RowTransport::prepare(const BucketSpec& bucket) {
@@ -138,16 +138,17 @@ void RowTransport::unite(const Work& work, Round round, const Peers& peers, uint
   touched_.erase(std::unique(touched_.begin(), touched_.end()), touched_.end());
 }
 
-// Packs the scaled rows to send by carrier. Touched rows of other owners are cleared: the all-gather writes touched sums only.
-void RowTransport::pack_for_carriers(const Work& work, DType wire) {
+// Packs the scaled rows to send by the rank to which they go. Touched rows of other owners are cleared: the all-gather writes
+// touched sums only.
+void RowTransport::pack_rows(const Work& work, DType wire) {
   const BucketSpec& b = work.bucket;
   std::fill(row_counts_.begin(), row_counts_.end(), 0);
-  for (const uint32_t number : touched_) ++row_counts_[carrier(number)];
+  for (const uint32_t number : touched_) ++row_counts_[via(number)];
   for (int rank = 0; rank < size_; ++rank) packed_rows_[rank].reset(row_counts_[rank], b.row * dtype_size(wire));
   std::fill(row_counts_.begin(), row_counts_.end(), 0);
   for (const uint32_t number : touched_) {
-    RowMessage& rows = packed_rows_[carrier(number)];
-    const uint64_t k = row_counts_[carrier(number)]++;
+    RowMessage& rows = packed_rows_[via(number)];
+    const uint64_t k = row_counts_[via(number)]++;
     char* row = at(b.reduce_ptr, b.dtype, number * b.row);
     rows.set_number(k, number);
     convert(row, b.dtype, rows.row(k), wire, b.row, b.prescale);
@@ -184,7 +185,7 @@ void RowTransport::place_rows(const Work& work, const std::vector<int>& from) {
     const RowMessage& rows = received_rows_[peer];
     for (uint64_t k = 0; k < rows.count(); ++k) {
       const uint32_t number = rows.number(k);
-      if (number >= b.count / b.row || (owner(number) != peer && carrier(number) != peer)) throw strange(peer, number);
+      if (number >= b.count / b.row || (owner(number) != peer && via(number) != peer)) throw strange(peer, number);
       convert(rows.row(k), work.wire, at(b.gather_ptr, work.type, number * b.row), work.type, b.row, 1.0);
     }
   }

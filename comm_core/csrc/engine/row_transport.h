@@ -7,8 +7,8 @@
 namespace commsched {
 
 // Row k belongs to rank k % size: vocabularies are often sorted by frequency, and neighbouring rows would load one rank with most
-// of the traffic. Which messages are sent, and in which order, never depends on which rows a rank has touched: messages without
-// rows are sent, too.
+// of the traffic. Each exchange begins with the counts of rows, zeros too, to the same peers whatever rows a rank has touched. The
+// counts tell both sides how many segments follow.
 class RowTransport : public ExchangeTransport {
  public:
   void prepare(const BucketSpec& bucket) override;
@@ -30,7 +30,7 @@ class RowTransport : public ExchangeTransport {
     bool counted;  // whether what is sent there passes the link's gate, and counts as sent
   };
 
-  // Rounds of messages.
+  // Rounds of messages. The direct exchange has the first three; two tiers have all, of which "Between" is between hosts.
   enum Round : size_t { kScatter, kGather, kUnite, kScatterBetween, kGatherBetween, kUniteBetween, kUniteOnHost, kRounds };
 
   RowTransport(std::shared_ptr<Channel> channel, int rank, int size, size_t segment_bytes, int depth);
@@ -40,13 +40,13 @@ class RowTransport : public ExchangeTransport {
   void finish_sends(size_t segments);
 
   int owner(uint32_t row) const { return static_cast<int>(row % size_); }
-  int carrier(uint32_t row) const { return carriers_[owner(row)]; }
+  int via(uint32_t row) const { return via_[owner(row)]; }
 
   void find_rows_to_send(const Work& work);
   void unite(const Work& work, Round round, const Peers& peers, uint32_t parts, uint32_t part);
   void read_changes(const BucketSpec& bucket);
   void write_changes(const BucketSpec& bucket) const;
-  void pack_for_carriers(const Work& work, DType wire);
+  void pack_rows(const Work& work, DType wire);
   void pack_sums(const Work& work);
   void exchange_rows(const Work& work, Round round, const Peers& peers, size_t row_bytes, RowMessage* to_all = nullptr);
   void place_rows(const Work& work, const std::vector<int>& from);
@@ -80,8 +80,9 @@ class RowTransport : public ExchangeTransport {
 
   static EngineError strange(int peer, uint32_t number);
 
-  std::vector<int> carriers_;   // by owner: the rank to which this rank sends rows, and from which it gets sums; the owner itself
-  std::vector<Request> sends_;  // [peer][slot]
+  // By owner: the rank to which this rank sends touched rows, and from which it gets sums: the owner, or its deputy on this host.
+  std::vector<int> via_;
+  std::vector<Request> sends_;                           // [peer][slot]
   std::vector<Request> receives_;                        // [peer][slot]
   std::vector<const void*> parts_;                       // of one sum
   std::vector<RowMessage> packed_rows_, received_rows_;  // by rank

@@ -45,7 +45,7 @@ TwoTierTransport::TwoTierTransport(std::shared_ptr<Channel> channel, int rank, s
     while (room_ < static_cast<double>(ranks.size())) room_ *= 2;
   }
   for (int shard = 0; shard < size_; ++shard) {
-    carriers_[shard] = deputy(shard, host_);
+    via_[shard] = deputy(shard, host_);
     if (shard != rank_ && deputy(shard, host_) == rank_) entrusted_.push_back(shard);
   }
   for (int host = 0; host < static_cast<int>(members_.size()); ++host) deputies_.push_back(deputy(rank_, host));

@@ -48,6 +48,23 @@ namespace commsched {
 // The hosts' sums are added in host order (16-bit types: in float), scaled by `postscale` and rounded once to the bucket's type.
 // With one host nothing is rounded to the wire type, and the sum has the bits of the direct exchange without one; with one rank
 // for each host it has the bits of the direct exchange.
+//
+// [Note: rows in two tiers]
+//
+// Of a bucket of rows only touched rows travel. Their number is not known beforehand, so they do not use the boards: all messages
+// go over the channel, inside a host too. Row n belongs to rank n % size. Each line is one exchange in which every rank takes part:
+//
+//   reduce-scatter   1. in the host     touched rows, in the bucket's type, to the deputy for their owner, which adds them
+//                    2. between hosts   the host's sums of rows, in the wire type, to their owners, which add them
+//   all-gather       3. between hosts   each owner's rows that are not zero to its deputies on the other hosts
+//                    4. in the host     own rows and those from exchange 3 to all neighbours
+//
+// A rank that did not touch a row that another rank of its host touched counts as zeros, and so does a host that sent no row: the
+// sums have the bits of whole buckets. A row leaves its host once, however many of the host's ranks touched it.
+//
+// Of a correction (BucketSpec::changed), all ranks must send each row that any rank has changed. So before exchange 1, their
+// numbers are united: in the host; between hosts, where each rank sends a k-th of its host's numbers, with k ranks on the host;
+// and in the host again.
 class TwoTierTransport : public RowTransport {
  public:
   // `hosts` has each rank's host, from 0 without gaps. The ranks of this host are the board's places, in rank order.

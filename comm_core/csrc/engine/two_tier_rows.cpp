@@ -19,7 +19,7 @@ void TwoTierTransport::unite_changes(const RowTransport::Work& work) {
 void TwoTierTransport::sum_rows_on_host(const RowTransport::Work& work) {
   const BucketSpec& b = work.bucket;
   const std::vector<int>& ranks = members_[host_];
-  const auto expected = [&](uint32_t number) { return carrier(number) == rank_; };
+  const auto expected = [&](uint32_t number) { return via(number) == rank_; };
   const auto sum_into = [&](char* sum, DType wire, double scale) {
     sum_in_order(parts_.data(), static_cast<int>(ranks.size()), work.type, sum, wire, b.row, scale);
   };
@@ -60,7 +60,7 @@ void TwoTierTransport::reduce_scatter_rows(const RowTransport::Work& work) {
   const BucketSpec& b = work.bucket;
   find_rows_to_send(work);
   if (b.corrects()) unite_changes(work);
-  pack_for_carriers(work, work.type);
+  pack_rows(work, work.type);
   exchange_rows(work, kScatter, {neighbours_, neighbours_, one_host()}, b.row * dtype_size(work.type));
   sum_rows_on_host(work);
   if (one_host()) return;
