@@ -32,28 +32,20 @@ PHASES = {
     "moving": ["scatters", "steps", "training"],
 }
 
-# What the error of a phase says about rank {v}. The phase "optimizer" waits in an operation of the runtime.
+# What the error says about rank {v}: of phases that connect, and of those that are connected.
+CONNECT = ("connections", "optimizer")
 ERRORS = {
-    ("kill", "optimizer"): "rank {v} died|rank {v} is gone",
-    ("kill", "connections"): "rank {v} died|rank {v} is gone|rank {v} at .* cannot be reached|store does not",
-    ("kill", ""): "the connection to rank {v} is lost",
-    (
-        "stop",
-        "optimizer",
-    ): r"waited 12 s \(COMMSCHED_TIMEOUT\) for ranks \[{v}\]|nothing was heard from rank {v}",
-    (
-        "stop",
-        "connections",
-    ): r"ranks \[{v}\] did not connect|rank {v} did not publish its address"
+    ("kill", True): "rank {v} died|rank {v} is gone|rank {v} at .* cannot be reached|store does not",
+    ("kill", False): "the connection to rank {v} is lost",
+    ("stop", True): r"ranks \[{v}\] did not connect|rank {v} did not publish its address"
     "|store, in the process of rank {v} .* did not answer",
-    ("stop", ""): "nothing (came from|could be sent to) rank {v}",
-    ("close", "optimizer"): "rank {v} has left the job",
-    ("close", "connections"): "rank {v} has left the job|rank {v} is gone|store does not",
-    ("close", ""): "rank {v} gave up: .*clos|the connection to rank {v} is lost",
-    ("exit", "optimizer"): "rank {v} has left the job",
-    ("exit", "connections"): "rank {v} has left the job|rank {v} is gone|store does not",
-    ("exit", ""): "rank {v} gave up: .*clos|the connection to rank {v} is lost",
-    ("cut", ""): r"host 10\.77\.0\.\d does not answer",
+    ("stop", False): "nothing (came from|could be sent to) rank {v}",
+    ("close", True): "rank {v} has left the job|rank {v} is gone|store does not",
+    ("close", False): "rank {v} gave up: .*clos|the connection to rank {v} is lost",
+    ("exit", True): "rank {v} has left the job|rank {v} is gone|store does not",
+    ("exit", False): "rank {v} gave up: .*clos|the connection to rank {v} is lost",
+    ("cut", True): r"host 10\.77\.0\.\d does not answer",
+    ("cut", False): r"host 10\.77\.0\.\d does not answer",
 }
 
 # Seconds after the fault, on a machine that is busy. Without a fault that needs a time-out, none is reached.
@@ -101,7 +93,7 @@ def check(how, fault, fault_at, outputs, culprits):
         if sorted(end.phase for end in ends) != sorted(PHASES[how]):
             wrong.append(f"rank {rank} ended in {[end.phase for end in ends]}, not in {PHASES[how]}")
         for end in ends:
-            pattern = ERRORS.get((fault, end.phase)) or ERRORS[fault, ""]
+            pattern = ERRORS[fault, end.phase in CONNECT]
             named = "|".join(pattern.format(v=v) for v in culprits[rank])
             if not re.search(named, end.error) or not end.blamed() or not end.blamed() <= culprits[rank]:
                 wrong.append(f"{end} names {end.blamed()}, not one of {culprits[rank]} with {named!r}")
