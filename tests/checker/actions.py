@@ -447,11 +447,13 @@ def backward_inputs(w: World, salt: int, loss: Args, places: list[int]) -> Any:
 @action(0.6, draw_loss, ("backward",), legal=lambda w: "graph" not in w.kept)
 def keep_graph(w: World, salt: int, loss: Args) -> Any:
     """A forward whose backward comes in a later action."""
-    w.kept["graph"] = w.loss(loss, salt)
+    w.kept["graph"], w.kept["loss of graph"] = w.loss(loss, salt), loss
 
 
 @action(1.5, events=("backward",), legal=lambda w: "graph" in w.kept, needs="keep_graph")
 def use_graph(w: World, salt: int) -> Any:
+    if isinstance(w, PlainWorld):
+        w.note(w.kept["loss of graph"])
     w.backward(w.kept.pop("graph"))
 
 
