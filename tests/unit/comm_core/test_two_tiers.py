@@ -681,12 +681,17 @@ def test_an_abort_ends_waits_for_boards_and_for_messages(place: str) -> None:
 @pytest.mark.parametrize(
     ("operation", "place"),
     [
-        ("RS", "2x2"),
         ("AG", "3+1"),
         ("RS by rows", "2x2"),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
-            for case in (("RS", "one host"), ("RS", "3+1"), ("AG", "2x2"), ("RS by rows", "3+1"))
+            for case in (
+                ("RS", "one host"),
+                ("RS", "2x2"),
+                ("RS", "3+1"),
+                ("AG", "2x2"),
+                ("RS by rows", "3+1"),
+            )
         ),
     ],
 )

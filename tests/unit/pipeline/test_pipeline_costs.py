@@ -62,7 +62,7 @@ def asked_and_kept(what: str, blocks: int = 3072, **variables: str) -> tuple[int
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
-@pytest.mark.parametrize("blocks", [3072, 2])
+@pytest.mark.parametrize("blocks", [3072, pytest.param(2, marks=pytest.mark.thorough)])
 def test_freed_memory_stays(blocks: int) -> None:
     # resnet_tiny had 11,000 page faults in every step (all of a micro-batch's activations), alexnet 147,000
     # (each gradient of its largest layer).

@@ -218,7 +218,7 @@ def test_modules_compute_in_a_thread_while_another_traces() -> None:
     assert chains[0].names == ("layer",)
 
 
-SLOW_TO_CUT = ("densenet_tiny", "inception_tiny", "resnext_tiny")
+SLOW_TO_CUT = "densenet_tiny gpt2_deep_tiny gpt2_deep_tiny_classifier inception_tiny resnext_tiny".split()
 
 
 @pytest.mark.parametrize(

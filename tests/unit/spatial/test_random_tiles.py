@@ -60,7 +60,8 @@ BY_NAME = [function for function in functions() if function not in WITH_HANDLER]
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "some",
-    [WITH_HANDLER[part::PARTS] for part in range(PARTS)]
+    [WITH_HANDLER[part::PARTS] for part in range(2)]
+    + [pytest.param(WITH_HANDLER[part::PARTS], marks=pytest.mark.thorough) for part in range(2, PARTS)]
     + [pytest.param(BY_NAME[part::PARTS], marks=pytest.mark.thorough) for part in range(PARTS)],
     ids=lambda some: f"{some[0].__name__} and {len(some) - 1} more",
 )
