@@ -14,7 +14,8 @@ OPS = ("RS", "AG", "AR")
 class Engine(_C.Engine):
     """Runs a plan of reduce-scatters and all-gathers once per step, on a thread of its own without the GIL.
 
-    Any thread may call its methods. After the first failure every mark and every wait raises that error.
+    Any thread may call its methods. After the first failure every mark, and every wait for a
+    bucket that has not arrived, raises that error.
     """
 
     def __init__(

@@ -22,6 +22,7 @@ from comm_core.handshake import Lost, Member, Waiting, accept_all, dial, none_lo
 
 HOST_TIMEOUT = 25.0
 _PROBES = 4  # unanswered ones after which a host is lost
+_LONGEST = 32767  # seconds between two, of Linux
 _NO_CONNECTION = -1, -1, ""
 
 
@@ -36,7 +37,7 @@ class Host:
     def __init__(self, keepalive: socket.socket | Connection, timeout_seconds: float) -> None:
         self.keepalive: Any = keepalive
         self._lost = ""
-        interval = max(1, round(timeout_seconds / (_PROBES + 1)))
+        interval = min(max(1, round(timeout_seconds / (_PROBES + 1))), _LONGEST)
         with socket.socket(fileno=os.dup(keepalive.fileno())) as handle:
             self.address = str(handle.getpeername()[0])
             handle.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -37,6 +37,7 @@ class Channel(Protocol):
 
     rank: int
     size: int
+    ranks: Sequence[int]  # of the job, in the order of the mesh
     timeout: float
     sent: int  # bytes so far
     own_generator: bool  # False: the ranks are threads, which share torch's default generator
@@ -55,8 +56,9 @@ class SilentChannel:
 
     own_generator = True
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, ranks: Sequence[int] = ()) -> None:
         self.rank, self.size, self.timeout, self.sent = rank, size, 0.0, 0
+        self.ranks: Sequence[int] = ranks or range(size)
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], operation: str) -> Pending:
         if any(not buffer.is_meta for _, buffer in recvs):
@@ -101,14 +103,23 @@ class _ProcessMessages(Pending):
 class ProcessChannel:
     """The ranks of a mesh that are processes, connected by `messages`.
 
-    ``places`` are the places of the mesh's ranks among those that are connected, ``place`` is this rank's.
-    Meshes with the same connections have different names.
+    ``places`` are the places of the mesh's ranks among those that are connected, ``place`` is this rank's,
+    ``ranks`` are the mesh's ranks in the job (default: their places). Meshes with the same connections have
+    different names.
     """
 
     own_generator = True
 
-    def __init__(self, messages: MessageChannel, place: int, places: Sequence[int], name: str) -> None:
+    def __init__(
+        self,
+        messages: MessageChannel,
+        place: int,
+        places: Sequence[int],
+        name: str,
+        ranks: Sequence[int] = (),
+    ) -> None:
         self._messages, self._places = messages, list(places)
+        self.ranks: Sequence[int] = ranks or self._places
         self.rank, self.size, self.timeout = self._places.index(place), len(self._places), messages.timeout
         self._lane = lane_of(f"{name} {self._places}")
         self.sent = 0
@@ -146,6 +157,7 @@ class ThreadChannel:
 
     def __init__(self, hub: ThreadHub, rank: int) -> None:
         self.hub, self.rank, self.size, self.timeout = hub, rank, hub.size, hub.timeout
+        self.ranks: Sequence[int] = range(hub.size)
         self.sent = 0
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], operation: str) -> Pending:

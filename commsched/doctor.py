@@ -349,8 +349,10 @@ os.environ.setdefault("COMMSCHED_START_TIMEOUT", "100")
 import commsched as hvd
 from commsched.backends.cpu import make_transport
 from commsched.collectives.carrier import carrier
+from commsched.env import settings
 hvd.init()
-transport, _ = make_transport(None, hvd.global_process_set, 0, 100.0)
+own = "auto" if settings().transport in ("plain", "stream") else None  # of devices: the ranks' own is asked
+transport, _ = make_transport(own, hvd.global_process_set, 0, 100.0)
 hvd.barrier()
 print("joined", transport, json.dumps([record.node for record in carrier().meeting.records]))
 """

@@ -67,7 +67,7 @@ class Settings:
     transport: str = _setting(
         "COMMSCHED_TRANSPORT",
         "",
-        "transport of the optimizer's buckets: direct, ring, tiers, gloo, horovod, stream or plain; unset or"
+        "transport of the optimizer's buckets: direct, ring, tiers, horovod, stream or plain; unset or"
         " auto: chosen for the device and the hosts",
     )
     wait_for_plan: str = _setting(

@@ -2,7 +2,7 @@
 
 ``EngineBackend`` (cpu.py) hands buckets to the C++ engine, ``StreamBackend`` (cuda.py) puts them onto a GPU's
 communication stream. In every step a bucket is marked ready, reduced, marked updated (only where parameters
-are gathered) and gathered. The flags are further buckets, numbered after those of the layout: small int32
+are gathered) and gathered. The flags are further buckets, numbered after those of the layout: small int64
 tensors on the host that are summed over the ranks in every step.
 """
 

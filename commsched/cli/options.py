@@ -133,9 +133,9 @@ READY = ("images", "text", "masks")
 
 def add_job(parser: argparse.ArgumentParser) -> None:
     text = (
-        "MODULE:FUNCTION, which returns (model, loss, batches[, optimizer[, data]]) and batches(rows)"
-        " yields batches; or images (classes of images), text (classes of sentences), masks (classes of"
-        " pixels), which need --data and --model"
+        "MODULE:FUNCTION, which returns (model, loss, batches[, optimizer[, data[, count]]]) and"
+        " batches(rows) yields batches; or images (classes of images), text (classes of sentences), masks"
+        " (classes of pixels), which need --data and --model"
     )
     parser.add_argument("--job", required=True, metavar="JOB", help=text)
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and of the order of rows")

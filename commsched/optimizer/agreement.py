@@ -6,7 +6,7 @@
 
     when                          what                                      with
     ----------------------------  ----------------------------------------  ---------------------------------
-    a plan is made                the optimizer's class, the sizes of its   the planner's agreement on the
+    wrapped, or other parameters  the optimizer's class, the sizes of its   the planner's agreement on the
                                   groups                                    arguments
     round 1, and every            a digest of the groups' settings and of   the flags, where each rank has an
     COMMSCHED_COMPARE_EVERY       the parameters, taken when the round      entry; ``step()`` waits for them
@@ -20,7 +20,7 @@ script on all ranks, all of which come to the exchange: the flags have told them
 ``early_step`` parameters have been updated by then, so those count that the round began with. Once a rank has
 joined nothing is compared: that rank does not know whether the others step.
 
-Nothing but the class is compared before the first round: Horovod's scripts broadcast parameters and state
+No values and settings are compared before the first round: Horovod's scripts broadcast parameters and state
 after they have wrapped the optimizer.
 """
 

@@ -4,7 +4,7 @@ Each group (dtype and device) has one flat buffer. It holds the parameters in th
 name them, each contiguous, so that ``p.grad`` is a view even when a tensor is split over several buckets. A
 bucket is a slice whose length is a multiple of the number of ranks: shard r of it belongs to rank r. Where
 parameters have owners, a bucket holds the parameters of rank 0, then those of rank 1 and so on, and its
-shards differ in length.
+shards differ in length. A bucket of rows has any length: row k of it belongs to rank k modulo the ranks.
 
 Of a tied weight the head's part of the gradient is sent before the whole gradient is there. Both have memory:
 the part among the other gradients, where the sum will be, and the whole gradient in buckets of rows, of which

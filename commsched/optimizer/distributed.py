@@ -120,7 +120,7 @@ def DistributedOptimizer(
         raise ValueError(f"row_sparse must be 'auto', True or False, got {row_sparse!r}")
     if row_sparse is True and one_by_one:
         raise ValueError(f"row_sparse=True needs buckets, but {_ONE_BY_ONE}; use row_sparse='auto'")
-    close_shards(optimizer)
+    close_earlier(optimizer)
     base = type(optimizer)
     cls = type(base.__name__, (DistributedMethods, base), {"_base": base})
     wrapped: Any = object.__new__(cls)
@@ -142,19 +142,20 @@ def DistributedOptimizer(
     return wrapped
 
 
-def close_shards(optimizer: Optimizer) -> None:
-    """Close the earlier ``DistributedOptimizer`` of this optimizer, whose state is on the ranks' shards."""
-    session = optimizer.__dict__.get("_session")  # both share all attributes
-    if not isinstance(session, Session) or not session.is_open or not isinstance(session.mode, ShardedStep):
+def close_earlier(optimizer: Optimizer) -> None:
+    """Close the earlier ``DistributedOptimizer`` of this optimizer: both share all attributes."""
+    session = optimizer.__dict__.get("_session")
+    if not isinstance(session, Session) or not session.is_open:
         return
     before = session.wrapped
-    if before is None:
+    if before is not None:
+        before.close()
+    elif isinstance(session.mode, ShardedStep):
         raise ValueError(
             "this optimizer was wrapped before with gather='parameters', and the ranks' parts of its state"
             " are lost with that DistributedOptimizer; keep it, and call its close() on all ranks before the"
             " optimizer is wrapped again"
         )
-    before.close()
 
 
 # -- over the epochs of an elastic job -----------------------------------------------------------------------
@@ -242,7 +243,8 @@ def _keep_together(wrapped: Any) -> None:
     # A scheduler of the wrapped optimizer puts a counting step() around that one's plain step() into the
     # instance, unless it finds one that counts.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    wrapped._plain_step = wrapped.__dict__.get("step")
+    found = wrapped.__dict__.get("step")  # perhaps that of an earlier wrapper, which is gone
+    wrapped._plain_step = step._plain = getattr(found, "_plain", found)  # type: ignore[attr-defined]
     wrapped.__dict__["step"] = step
 
 

@@ -54,7 +54,6 @@ class Gradient:
         "clear",
         "exposed",
         "filled",
-        "late",
         "local",
         "name",
         "number",

@@ -341,7 +341,7 @@ def _is_table(module: nn.Module) -> bool:
 
 
 def _has_rows(param: nn.Parameter) -> bool:
-    return param.dim() == 2 and param.is_contiguous() and param.numel() > 0
+    return param.dim() == 2 and param.is_contiguous() and param.numel() > 0 and param.shape[0] < 2**31
 
 
 def tied_heads(params: Sequence[nn.Parameter], modules: Sequence[Owner]) -> dict[int, nn.Module]:

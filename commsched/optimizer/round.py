@@ -14,8 +14,8 @@
                               FILLING, put it                       the gradient adds to;    are cleared: end
                                                                     FILLING, put it          the round, IDLE,
                                                                                              go on there
-    gradient under no_sync,   stays in p.grad    error              stays; is added to the   as above
-    or of an early pass                                             sum when that arrives
+    gradient under no_sync,   stays in p.grad    put it: the outer  stays; is added to the   as above
+    or of an early pass                          backward counts    sum when that arrives
     end of the backward       -                  put what is        -                        -
                                                  missing, SENT
     the backward raised       -                  RAISED             -                        -
@@ -25,8 +25,8 @@
                               the sum is there   a backward         the sum; the last one    cleared; the last
                                                                     that is cleared ends     one ends the
                                                                     the round, IDLE          round, IDLE
-    zero_grad()               clear now, or on   put what is        end the round without    end the round,
-                              arrival            missing; as SENT   an update, IDLE          IDLE
+    zero_grad()               clear now, or on   error: inside of   end the round without    end the round,
+                              arrival            a backward         an update, IDLE          IDLE
     step(), synchronize()     put what is in     -                  update now, or when the  error
                               p.grad, SENT, on                      sum arrives; IDLE
     a plan is installed       wait for updates;  -                  -                        -
@@ -56,7 +56,8 @@ the step, or the access, raises it when it has ended here as on all other ranks.
 update is left out, as in a plain ``step()`` that raises.
 
 Threads: hooks and the end of a backward run on the thread that runs the backward, completions on any thread
-that accesses a parameter; ``Round.lock`` guards all state. The engine's thread never enters Python.
+that accesses a parameter; ``Round.lock`` guards all state. The engine's thread enters Python
+with ``transport="horovod"`` only.
 ``docs/engine.md`` describes which part owns a buffer at what time.
 """
 

@@ -11,10 +11,11 @@ converted are in a new plan from the end of the step on, over the same connectio
 are reduced apart from the buckets. Parameters that are added get a new plan at once, on all ranks.
 
 [Note: where new plans are made]
-A new plan is collective, so a rank may make one only where every rank comes: in ``add_param_group()`` and at
-the end of a step. Not in a forward, nor in the step of another optimizer: a rank may have no data, and meet
-the others elsewhere first. What decides on it must be known to every rank: what the script does with the
-parameters, and not which gradients have come.
+A new plan is collective, so a rank may make one only where every rank comes: in ``add_param_group()``, at the
+end of a step, and at the beginning of ``step()`` or ``synchronize()`` if user code has exchanged parameters
+in the groups (``refresh``). Not in a forward, nor in the step of another optimizer: a rank may have no data,
+and meet the others elsewhere first. What decides on it must be known to every rank: what the script does with
+the parameters, and not which gradients have come.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class Session:
     def _begin(self, params: Sequence[nn.Parameter], options: Options) -> None:
         """Make round, hooks and the first plan for these parameters. Collective."""
         optimizer, backend, ranks = self._optimizer, self.backend, self.backend.ranks
-        self._take_over()
+        take_over(self._optimizer, self)
         known, planned = optimizer._names(), {id(param) for param in params}
         outside = [p for p in optimizer._every_param() if id(p) not in planned]
         names = [known[p] for p in (*params, *outside)]
@@ -221,18 +222,6 @@ class Session:
             self._start_measuring()
         elif self._timeline is not None:
             self._watch_next()
-
-    def _take_over(self) -> None:
-        """Close this rank's other optimizers over any of these parameters.
-
-        Each would take the gradients that the other one waits for. Scripts make another optimizer for the
-        next phase of a training, and keep the first.
-        """
-        mine = set(map(id, self._optimizer._every_param()))
-        for one in [] if _shares(self._optimizer) else open_optimizers():
-            if one._session is self or _shares(one) or mine.isdisjoint(map(id, one._every_param())):
-                continue
-            one.close()
 
     # -- other parameters ------------------------------------------------------------------------------------
 
@@ -631,6 +620,22 @@ def open_optimizers() -> list[Any]:
     return [optimizer for one in _open_sessions() if (optimizer := one.wrapped) is not None]
 
 
+def take_over(optimizer: Any, session: Session | None = None) -> None:
+    """Close this rank's other optimizers over any of the parameters of this one, which has this session.
+
+    Each would take the gradients that the other one waits for. Scripts make another optimizer for the next
+    phase of a training, and keep the first.
+    """
+    mine = set(map(id, optimizer._every_param()))
+    for one in [] if _shares(optimizer) else open_optimizers():
+        if (
+            one._session is not session
+            and not _shares(one)
+            and not mine.isdisjoint(map(id, one._every_param()))
+        ):
+            one.close()
+
+
 def _has_company(ranks: Ranks) -> bool:
     """Return whether this rank has another optimizer that is open, beside that of these ranks."""
     others = (one.backend.ranks for one in _open_sessions() if one.backend.ranks is not ranks)
@@ -667,7 +672,7 @@ def _register() -> None:
 # | J calls ``join()`` | a round of zeros, its flag says JOINED | | the optimizer's connections |
 # | at once | "I join" | | the carrier (Horovod: its own join) |
 # | A's backward | | a round of gradients | the optimizer's connections |
-# | A knows J's flag, steps | | with ``gather="parameters"``: "clip", "step", "discard" | the job's store |
+# | A knows J's flag, steps | | "reduce apart"; if sharded also "clip", "step", "discard" | the job's store |
 # | J has read that | the update of its shards, then the next round of zeros | its shards | the connections |
 # | a plan is due | "joined", when it has followed that step | "here" | the job's store |
 # | both have read that | times, votes, agreements | the same | ``PrivateObjects`` |

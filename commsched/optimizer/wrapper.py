@@ -31,7 +31,7 @@ from commsched.errors import CommError
 from commsched.optimizer.gradient import is_zero
 from commsched.optimizer.pending import ordinary
 from commsched.optimizer.planner import Options
-from commsched.optimizer.session import Session
+from commsched.optimizer.session import Session, take_over
 from commsched.optimizer.sharded_step import ShardedStep, load_state_dict_of, state_dict_with
 from commsched.optimizer.whole_step import is_separable, plain_step
 from scheduler.ir.profile import Profile
@@ -455,6 +455,7 @@ class DistributedMethods(Optimizer):
         # One rank alone needs a session for master weights only.
         if process_set.included() and ((process_set.size() or 1) > 1 or self._options.master_weights):
             if self._make_unplanned is not None:
+                take_over(self)
                 self._unplanned = self._make_unplanned()
             else:
                 self._session = Session(self)

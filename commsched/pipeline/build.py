@@ -28,7 +28,7 @@ from scheduler.ir.buckets import Bucket
 from scheduler.ir.layout import Layout
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import LINK_LANE, Program, buckets_of, delays, depth
-from scheduler.pipelines.build import generate, orders_of, program_of, stage_count
+from scheduler.pipelines.build import generate, no_option, orders_of, program_of, stage_count
 from scheduler.validate import validate
 
 if TYPE_CHECKING:
@@ -102,6 +102,9 @@ def choose(
     """The program (a plan's, a given one, or that of a schedule by name), and the chain whose layers it
     counts. ``options`` are the schedule's own; ``others``: the names of the caller's.
     """
+    if options and (plan is not None or isinstance(schedule, Program)):
+        has = "A Program" if plan is None else "plan="
+        raise ValueError(f"{no_option(next(iter(options)), others)} {has} says all of the schedule itself")
     if plan is not None:
         return planned(plan, chain)
     if isinstance(schedule, Program):

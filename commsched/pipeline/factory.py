@@ -74,6 +74,7 @@ class Origin:
         tensors = named_tensors(self.model)
         read = self._names_in_weights({id(tensors[name]) for name in names})
         missing = [name for name in names if tensors[name].is_meta and id(tensors[name]) not in read]
+        self._check_weights(names, tensors, read)
         made: dict[int, Tensor] = {}
         if self._factory and (missing or any(buffer.is_meta for buffer in self.model.buffers())):
             if self._weights and missing:
@@ -91,6 +92,22 @@ class Origin:
                 + "; pass a function that makes the model instead of the model"
                 + ("" if self._weights else ", or weights=")
             )
+
+    def _check_weights(
+        self, names: Collection[str], tensors: Mapping[str, Tensor], read: Mapping[int, str]
+    ) -> None:
+        if self._weights is None:
+            return
+        if not self._names_in_weights({id(tensor) for tensor in tensors.values()}):
+            raise ValueError(
+                f"{self._weights}: none of its tensors is one of the model, whose first is"
+                f" {next(iter(tensors))}"
+            )
+        kept = set(self.model.state_dict()).intersection(names)
+        own = [name for name in kept if not tensors[name].is_meta and id(tensors[name]) not in read]
+        if own:
+            text = f"{self._weights} has no {_some(sorted(own))}: they keep the values that the model has"
+            warnings.warn(text, stacklevel=3)
 
     def _names_in_weights(self, wanted: Collection[int]) -> dict[int, str]:
         """By id of a tensor its name in the weights, for those that are there."""

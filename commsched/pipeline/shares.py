@@ -291,6 +291,11 @@ class StepSampler(Sampler[list[int]]):
         """Steps of an epoch."""
         return (self._size if self._drop_last else self._size + self._batch_size - 1) // self._batch_size
 
+    @property
+    def epoch_rows(self) -> int:
+        """Rows of an epoch's steps."""
+        return min(self._size, len(self) * self._batch_size)
+
     def __iter__(self) -> Iterator[list[int]]:
         if self._random is not None:
             # A loader draws a seed for its workers; in mid-epoch the run that was stopped did not.

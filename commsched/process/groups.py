@@ -60,7 +60,8 @@ def connected(
 
     def lost(awaited: Iterable[int]) -> str:
         nonlocal told
-        return failure_monitor.lost(ranks, [ranks[other] for other in awaited])
+        told = failure_monitor.lost(ranks, [ranks[other] for other in awaited])
+        return told
 
     try:
         return connect(store, place, len(ranks), meeting.address, timeout, settings().host_timeout, lost)

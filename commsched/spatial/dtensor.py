@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -27,7 +27,7 @@ def from_dtensor(dtensor: DTensor, mesh: Mesh | None = None) -> Tile:
     The pixels stay where they are, also where `DTensor` shards unevenly. Differentiable.
     """
     mesh = mesh or current_mesh()
-    device_mesh, ranks = dtensor.device_mesh, list(getattr(mesh.channel, "ranks", range(mesh.size)))
+    device_mesh, ranks = dtensor.device_mesh, list(mesh.channel.ranks)
     if tuple(device_mesh.shape) != mesh.grid or device_mesh.mesh.flatten().tolist() != ranks:
         raise ValueError(
             f"rank {mesh.rank}: the DTensor lies on a device mesh of shape {tuple(device_mesh.shape)} with "
@@ -74,8 +74,13 @@ def to_dtensor(tile: Tile) -> DTensor:
 
 
 def _device_mesh(mesh: Mesh, local: torch.Tensor) -> DeviceMesh:
-    """The device mesh that `from_dtensor` got, else a new one, which all ranks make together."""
+    """The device mesh that `from_dtensor` got, else a new one, which all ranks of the job make together."""
     if mesh.device_mesh is None:
-        ranks: Sequence[int] = getattr(mesh.channel, "ranks", range(mesh.size))
-        mesh.device_mesh = DeviceMesh(local.device.type, torch.tensor(list(ranks)).view(mesh.grid))
+        ranks, size = list(mesh.channel.ranks), dist.get_world_size()
+        if len(ranks) < size:
+            raise ValueError(
+                f"rank {mesh.rank}: the tiles lie on ranks {ranks} of {size}, and all ranks of a job make a"
+                " device mesh together; cut one from init_device_mesh()'s and begin with from_dtensor()"
+            )
+        mesh.device_mesh = DeviceMesh(local.device.type, torch.tensor(ranks).view(mesh.grid))
     return mesh.device_mesh

@@ -145,14 +145,14 @@ def channel(ranks: Sequence[int] | None = None, timeout: float = 60.0) -> Channe
             f"rank {job.rank} of {job.size} needs different ranks with its own, got {list(order)}"
         )
     if len(members) == 1:
-        return SilentChannel()
+        return SilentChannel(ranks=order)
     known = _connections.setdefault(job.key, {})
     if (members, timeout) not in known:
         name = f"tiles/{'-'.join(map(str, members))}/{timeout:g}"
         known[members, timeout] = job.connect(name, members, timeout), itertools.count()
     messages, numbers = known[members, timeout]
     places = [members.index(rank) for rank in order]
-    return ProcessChannel(messages, members.index(job.rank), places, f"mesh {next(numbers)}")
+    return ProcessChannel(messages, members.index(job.rank), places, f"mesh {next(numbers)}", order)
 
 
 class _Job(NamedTuple):

@@ -192,7 +192,7 @@ class Training:
             "loss": self._total / max(1, self._told),
             "steps": len(self.sampler),
             "seconds": self._seconds,
-            "rows_per_second": len(self.sampler) * self.settings.rows / self._seconds,
+            "rows_per_second": self.sampler.epoch_rows / self._seconds,
             "test": self.test(),
         }
         self.epochs.append(epoch)
@@ -293,7 +293,8 @@ class Decay:
         left = max(0.0, 1 - number / self.steps)
         part = left if self.kind == "linear" else (1 - math.cos(math.pi * left)) / 2
         for group in optimizer.param_groups:
-            group["lr"] = optimizer.defaults["lr"] * part
+            # Under the name that torch's schedulers use; checkpoints hold it.
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * part
 
 
 def _least(pipeline: Pipeline) -> int:

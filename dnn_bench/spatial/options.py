@@ -39,8 +39,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--mode", choices=MODES, help=text + "(default: sp with --spatial-size, else lp)")
     add("--split-size", type=int, default=2, help="stages")
     add("--spatial-size", type=int, help="stages that run on tiles (default for sp: 1)")
-    add("--num-spatial-parts", default="4", help="tiles, or one number per tiled stage such as 4,2")
-    add("--slice-method", choices=SLICES, default="square", help="how the image is cut into tiles")
+    add("--num-spatial-parts", help="tiles (default: 4), or one number per tiled stage such as 4,2")
+    add("--slice-method", choices=SLICES, help="how the image is cut into tiles (default: square)")
     add("--parts", type=int, default=1, help="micro-batches of a batch")
     add("--balance", help="cells in each stage: 3,4 (default: equally many)")
     add("--cuts", help="first cells of the later stages, instead of --balance: 3,5")
@@ -146,6 +146,11 @@ def _spatial_size(o: argparse.Namespace, mode: str) -> int:
             raise ValueError(
                 f"--mode {mode} has no stages on tiles; leave --spatial-size out, or use --mode sp"
             )
+        if o.num_spatial_parts or o.slice_method:
+            raise ValueError(
+                "--num-spatial-parts and --slice-method are for stages on tiles; give --spatial-size, too, or"
+                " --mode sp or gems+sp"
+            )
         return 0
     size = 1 if o.spatial_size is None else int(o.spatial_size)
     if not 1 <= size <= o.split_size:
@@ -154,14 +159,14 @@ def _spatial_size(o: argparse.Namespace, mode: str) -> int:
 
 
 def _grids(o: argparse.Namespace, spatial: int) -> tuple[tuple[int, int], ...]:
-    parts = numbers("--num-spatial-parts", o.num_spatial_parts)
+    parts = numbers("--num-spatial-parts", o.num_spatial_parts or "4")
     if len(parts) not in (1, max(spatial, 1)):
         raise ValueError(
             f"--num-spatial-parts is one number, or one for each of the {spatial} stages on tiles, not"
             f" {o.num_spatial_parts}"
         )
     parts = parts * spatial if len(parts) == 1 else parts
-    return tuple(grid_of(o.slice_method, count) for count in parts[:spatial])
+    return tuple(grid_of(o.slice_method or "square", count) for count in parts[:spatial])
 
 
 def add_run(command: argparse.ArgumentParser, warmup: int, iterations: int) -> None:

@@ -43,19 +43,22 @@ def names() -> list[str]:
 
 def register(name: str, generator: Generator) -> None:
     """Adds a generator of your own under a new name."""
-    if name in _OWN or name in _ADDED:
+    if _key(name) in map(_key, names()):
         raise ValueError(f"pipeline schedule {name!r} exists already; choose another name")
     _ADDED[name] = generator
 
 
 def get(name: str) -> Generator:
     """The generator of this name, in any case; a ``ValueError`` lists the names there are."""
-    wanted = name.lower().replace("-", "_")
-    if wanted in _ADDED:
-        return _ADDED[wanted]
-    if wanted not in _OWN:
-        raise ValueError(f"there is no pipeline schedule {name!r}; the schedules are {', '.join(names())}")
-    return _OWN[wanted]
+    wanted = _key(name)
+    for known, generator in (_OWN | _ADDED).items():
+        if _key(known) == wanted:
+            return generator
+    raise ValueError(f"there is no pipeline schedule {name!r}; the schedules are {', '.join(names())}")
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("-", "_")
 
 
 def generate(
@@ -123,12 +126,15 @@ def orders_of(
     parameters = list(signature(generator).parameters.values())
     takes = [p.name for p in parameters[2:] if p.kind is not Parameter.VAR_KEYWORD]
     if unknown := [name for name in options if name not in takes and len(takes) == len(parameters) - 2]:
-        close = get_close_matches(unknown[0], [*takes, *others], 1)
-        raise ValueError(
-            f"there is no option {unknown[0]!r}{f'; did you mean {close[0]!r}?' if close else '.'} Schedule"
-            f" {schedule!r} has {'the options ' + ', '.join(takes) if takes else 'no options of its own'}"
-        )
+        has = "the options " + ", ".join(takes) if takes else "no options of its own"
+        raise ValueError(f"{no_option(unknown[0], [*takes, *others])} Schedule {schedule!r} has {has}")
     return generator(positions, microbatches, **options)
+
+
+def no_option(name: str, known: Sequence[str]) -> str:
+    """The sentence of an error, with the one of the known options that may have been meant."""
+    close = get_close_matches(name, known, 1)
+    return f"there is no option {name!r}{f'; did you mean {close[0]!r}?' if close else '.'}"
 
 
 def reduction_of(schedule: str) -> str:

@@ -35,7 +35,7 @@ def names(gather: str = "gradients") -> list[str]:
 
 def register(name: str, policy: Policy) -> None:
     """Add a policy of your own under a new name."""
-    if name in names():
+    if _key(name) in map(_key, names()):
         raise ValueError(f"policy {name!r} exists already; choose another name")
     _ADDED[name] = policy
 
@@ -49,8 +49,9 @@ def needs_compiler(name: str, options: Mapping[str, Any]) -> bool:
 def get(name: str) -> Policy:
     """Return the policy of this name, in any case; a ``ValueError`` lists the names there are."""
     wanted = _key(name)
-    if wanted in _ADDED:
-        return _ADDED[wanted]
+    for added, policy in _ADDED.items():
+        if _key(added) == wanted:
+            return policy
     if wanted not in _OWN:
         raise ValueError(f"there is no policy {name!r}; the policies are {', '.join(names())}")
     return _own(wanted)

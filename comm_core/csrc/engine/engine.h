@@ -106,7 +106,8 @@ class EngineCore {
   EventLog log_;
 };
 
-// All methods may be called from any thread. After a failure, every later call that marks or waits throws it.
+// All methods may be called from any thread. After a failure, every later mark throws it, and every wait for a bucket that has
+// not arrived.
 // In a forked child, which has neither the thread nor the connections, every call but close() is an error.
 class Engine {
  public:

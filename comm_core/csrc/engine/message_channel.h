@@ -50,8 +50,8 @@ namespace commsched {
 // One thread at a time polls the sockets and moves bytes:
 //   - a thread in wait(), the leader. Further waiting threads sleep until the leader tells that their messages are over; when
 //     the leader leaves, one of them takes its place;
-//   - while no thread waits, the channel's own thread, for long messages and for watched ones. It starts with the first of
-//     them. While somebody leads, and when there is nothing to do, it sleeps.
+//   - while no thread waits, the channel's own thread, for long messages, for watched ones, and for what a full socket did not
+//     take. It starts with the first of them. While somebody leads, and when there is nothing to do, it sleeps.
 // A thread that sends writes too, but only if nothing was left to write, so that it ends no message that another thread waits
 // for. A leader reads from every rank: in a ring of ranks that wait, everybody reads, so everybody's bytes arrive.
 class MessageChannel {

@@ -24,6 +24,10 @@ void RowTransport::prepare(const BucketSpec& bucket) {
                                             "' has " + std::to_string(bucket.count / bucket.row) +
                                             " rows, or gathers parameters; add it without row=");
   }
+  if (in_blocks(bucket.wire_dtype)) {
+    throw EngineError(ErrorKind::usage, "rows have no blocks, but bucket '" + bucket.name +
+                                            "' has wire_dtype=torch.int8 or torch.float8_e4m3fn; add it without row=");
+  }
 }
 
 EngineError RowTransport::strange(int peer, uint32_t number) {

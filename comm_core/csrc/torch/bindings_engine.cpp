@@ -57,7 +57,8 @@ void changed_rows(const at::Tensor& part, const at::Tensor& whole, at::Tensor& c
 
 // Makes a bucket of rows a correction: see BucketSpec::changed.
 void take_changed(BucketSpec& spec, const at::Tensor& changed) {
-  if (spec.row == 0 || spec.gather_ptr == spec.reduce_ptr || spec.dtype != spec.gather_dtype) {
+  const bool gathers = spec.gather_ptr != spec.reduce_ptr || spec.count == 0;  // torch: nothing has no address
+  if (spec.row == 0 || !gathers || spec.dtype != spec.gather_dtype) {
     throw usage("bucket '" + spec.name +
                 "' cannot have changed= without row= and without gather= of its own type: changed rows are"
                 " summed, and written over those that another bucket has gathered");

@@ -90,6 +90,29 @@ def a_model_may_be_wrapped_again(me: Me) -> None:
 
 
 @case(ranks=(2,))
+def an_optimizer_may_be_wrapped_again(me: Me) -> None:
+    """Closed later, it steps alone: its own ``step()`` was that of the first wrapper."""
+    for gather, kept in (("gradients", True), ("gradients", False), ("parameters", True)):
+        model, plain = seeded(branches64), seeded(branches64)
+        inner, oracle = momentum(model), Oracle(plain, momentum(plain), me.size)
+        optimizers = []
+        for step in range(4):
+            if step in (0, 2):
+                optimizers = optimizers if kept else []
+                optimizers.append(hvd.DistributedOptimizer(inner, gather=gather))
+            using(step)(model, me.rank).backward()
+            optimizers[-1].step()
+            optimizers[-1].zero_grad()
+            oracle.step(using(step))
+        optimizers[-1].close()
+        for net, single in ((model, inner), (plain, oracle.optimizer)):
+            single.zero_grad()
+            using(4)(net, 0).backward()
+            single.step()
+        assert_close(model, plain, 1e-12)
+
+
+@case(ranks=(2,))
 def groups_outlast_freezing_and_unfreezing(me: Me) -> None:
     """The second change once looked groups up in a list of parameters that was gone."""
     model, plain = seeded(Branches), seeded(Branches)
@@ -542,6 +565,24 @@ def another_optimizer_over_the_same_parameters(me: Me) -> None:
         else:
             raise AssertionError("an optimizer whose parameters another one has stepped")
         release(later)
+
+
+@case(ranks=(2,))
+def gradients_that_are_reduced_one_by_one_are_taken_over_too(me: Me) -> None:
+    """Their Adasum was one of the earlier optimizer's means."""
+    results = []
+    for others in (0, 1):
+        model = seeded(branches64)
+        earlier = [hvd.DistributedOptimizer(momentum(model)) for _ in range(others)]
+        optimizer = hvd.DistributedOptimizer(momentum(model), op=hvd.Adasum)
+        for step in range(3):
+            using(step)(model, me.rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(model)
+        for one in earlier:
+            one.close()
+    assert_same_bits(*results)
 
 
 # -- parameters outside of the plan --------------------------------------------------------------------------

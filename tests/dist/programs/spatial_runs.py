@@ -134,6 +134,21 @@ def dtensors_become_tiles_and_tiles_dtensors(me: Me) -> None:
     assert "device mesh of shape (4,)" in said and "grid is (2, 2)" in said, said
 
 
+@case(ranks=(4,))
+def dtensors_of_replicas_become_tiles(me: Me) -> None:
+    """Those of the second replica were refused: their ranks are not the first ones."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replica", "y", "x"))["y", "x"]
+    generator = torch.Generator().manual_seed(0)
+    conv, image = small_integers(nn.Conv2d(2, 3, 3, padding=1), generator), integers(generator, (2, 2, 6, 8))
+    expected = conv(image)
+    spatial.shard(conv, grid=(1, 2), replicas=2, timeout=60)
+    said = said_by(lambda: spatial.scatter(image).to_dtensor())
+    first = me.rank // 2 * 2
+    assert f"the tiles lie on ranks {[first, first + 1]} of 4" in said, said
+    tile = spatial.from_dtensor(distribute_tensor(image, mesh, [Shard(2), Shard(3)]))
+    assert torch.equal(conv(tile).to_dtensor().full_tensor(), expected)
+
+
 class StochasticDepth(nn.Module):
     """Draws into a plain tensor, which no rank can tell from its own."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +104,18 @@ def test_all_rows_of_a_large_table_pass_in_segments() -> None:
         assert torch.equal(result.view(301, 70), data[0] + data[1] + data[2])
 
 
+def test_a_correction_may_be_empty() -> None:
+    """Two cuts of a tied weight may fall into one row. Tensors without elements have no address in torch."""
+    empty = torch.empty(0)
+    for row in (4, 0):
+        add = partial(engine_alone(DirectTransport).add_bucket, empty, gather=empty, row=row, name="weight")
+        if row:
+            assert add(changed=torch.zeros(1, dtype=torch.int32)) == 0
+        else:
+            with pytest.raises(EngineError, match="cannot have changed= without row="):
+                add(changed=torch.zeros(1, dtype=torch.int32))
+
+
 def engine_alone(kind: Any, **options: Any) -> Engine:
     return Engine(kind(local_channels(2)[0], 0, 2, **options), 0, 2)
 
@@ -113,6 +126,7 @@ def engine_alone(kind: Any, **options: Any) -> Engine:
         (lambda: engine_alone(DirectTransport), {"row": 5}, "whole rows.*12 elements.*a row has 5"),
         (lambda: engine_alone(DirectTransport), {"row": 4, "ends": [4, 12]}, "no ends of parts"),
         (lambda: engine_alone(DirectTransport), {"row": 4, "gather": torch.ones(12)}, "gathers parameters"),
+        (lambda: engine_alone(DirectTransport), {"row": 4, "wire_dtype": torch.int8}, "rows have no blocks"),
         (lambda: engine_alone(RingTransport), {"row": 4}, "the ring sends whole buckets.*direct exchange"),
         (
             lambda: Engine(PythonTransport(SimpleNamespace(rank=0, size=2)), 0, 2),

@@ -21,7 +21,9 @@ PACKAGES = ("commsched", "scheduler", "comm_core", "dnn_bench")
 # that pipelines follow or refuse (250), their data, random numbers and refusals (211), views and halos of
 # tiles (187), and what collectives refuse (42). Lowered by 312: schedules, rules, trainers and options share
 # more (487 lines less); parameters outside of the plan (158) and plans in fewer exchanges (17) take more.
-BUDGET = 52_887
+# Raised by 68 for what was ignored without a word: weights that fit no name, options beside a plan, ranks of
+# DTensors, rates of groups.
+BUDGET = 52_955
 
 
 def test_the_product_keeps_to_its_budget() -> None:

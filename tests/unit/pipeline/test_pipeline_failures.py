@@ -137,6 +137,10 @@ def test_a_plan_runs_and_impossible_memory_is_refused(tmp_path: Any) -> None:
     partition(profile_of(model), cluster, "2bw", microbatches=2).save(tmp_path / "plan.json")
     losses = on_threads(2, lambda fabric: [one_step(fabric, model, plan=tmp_path / "plan.json")])
     assert losses[0] == losses[1]
+    # It trained without clipping.
+    for how in ({"plan": tmp_path / "plan.json"}, {"schedule": generate("1f1b", 2)}):
+        with pytest.raises(ValueError, match="no option 'max_nrom'; did you mean 'max_norm'"):
+            on_threads(2, lambda fabric, how=how: make(fabric, max_nrom=1.0, **how))
     small = Cluster.flat(2, Link(1e-6, 1e-12), memory=100)
     with pytest.raises(ValueError, match="memory"):
         partition(profile_of(model), small, "2bw", microbatches=2)

@@ -248,7 +248,9 @@ def test_epochs_without_set_epoch_differ_and_a_new_epoch_begins_at_its_start() -
     def work(fabric: Any) -> None:
         pipeline = Pipeline(chain_model(1), loss=loss_of, optimizer=momentum, fabric=fabric)
         sampler = pipeline.sampler(dataset(12), 5)
-        assert [len(step) for step in sampler] == [5, 5, 2]
+        assert [len(step) for step in sampler] == [5, 5, 2] and sampler.epoch_rows == 12
+        assert pipeline.sampler(dataset(12), 5, drop_last=True).epoch_rows == 10
+        sampler = pipeline.sampler(dataset(12), 5)
         first = sum(sampler, [])
         assert sorted(first) == list(range(12)) and first == sum(sampler, [])
         for _ in range(3):

@@ -261,6 +261,17 @@ class ReadsItself(nn.Module):
         return self.parts(x)  # type: ignore[no-any-return]
 
 
+def test_a_made_model_keeps_what_the_weights_do_not_have_and_says_so() -> None:
+    """It was silent, also where no name fitted, as in a file of ``DistributedDataParallel``'s."""
+    state = whole_model().state_dict()
+    with pytest.warns(UserWarning, match="weights= .a mapping of 1. has no .*keep the values that the model"):
+        trained(Late(), weights={"scale": state["scale"]})
+    wrapped = {f"module.{key}": value for key, value in state.items()}
+    for model in (Late(), Late):
+        with pytest.raises(ValueError, match="none of its tensors is one of the model, whose first is"):
+            trained(model, weights=wrapped)
+
+
 class EachTimeOther(nn.Sequential):
     calls = 0
 

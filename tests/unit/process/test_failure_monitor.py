@@ -7,9 +7,14 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from commsched.errors import CommError
+from commsched.process import groups
 from commsched.process.failure_monitor import FailureMonitor
 
 PATIENCE = 60.0  # seconds; nothing here takes longer on a slow machine
@@ -68,6 +73,20 @@ def test_a_rank_that_has_left_ends_only_waits_for_its_connection(monitor: Failur
     assert monitor.lost([0, 1, 2], [1]) == "rank 2 died"
     monitor.begin_job()
     assert monitor.lost([0, 1, 2], [1]) == ""
+
+
+def test_the_rank_whose_leaving_ends_a_connection_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the error is made, nobody is asked for a second time: a rank that has left is not a lost one."""
+    gone = SimpleNamespace(lost=lambda ranks, awaited=(): "rank 5 has left" if list(awaited) == [5] else "")
+    monkeypatch.setattr(groups, "failure_monitor", gone)
+
+    def connect(*arguments: Any) -> None:
+        raise RuntimeError(arguments[-1]([1]))
+
+    launch = SimpleNamespace(rank=3)
+    meeting: Any = SimpleNamespace(launch=launch, store=torch.distributed.HashStore(), address="127.0.0.1")
+    with pytest.raises(CommError, match="from 127.0.0.1: rank 5 has left$"):
+        groups.connected(meeting, connect, "name", [3, 5], 1.0)
 
 
 def test_the_detector_does_not_wait_for_the_abort(monitor: FailureMonitor) -> None:

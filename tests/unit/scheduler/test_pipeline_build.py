@@ -55,11 +55,11 @@ def test_a_generator_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
         items = by_stage(positions, microbatches)
         return [flushed(mine, mine, min(positions - stage, microbatches)) for stage, mine in enumerate(items)]
 
-    pipelines.register("eager", eager)
-    program = generate("eager", 2, 4)
+    pipelines.register("Very-eager", eager)
+    program = generate("very_eager", 2, 4)
     validate(program)
     assert program.pipeline is not None and program.pipeline.activations == (3, 2)
-    for taken in ("eager", "gpipe"):
+    for taken in ("very-eager", "GPipe"):
         with pytest.raises(ValueError, match="exists already"):
             pipelines.register(taken, eager)
 

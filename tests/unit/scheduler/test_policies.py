@@ -211,10 +211,11 @@ def test_a_policy_of_ones_own() -> None:
     def mine(profile: Profile, link: Link, **options: Any) -> Program:
         return policies.plan(profile, link, "dear", **options)
 
-    policies.register("mine", mine)
+    policies.register("my_own", mine)
     try:
-        assert policies.plan(GAPS, LINK, "Mine").plan == policies.plan(GAPS, LINK, "dear").plan
-        with pytest.raises(ValueError, match="'mine' exists already"):
-            policies.register("mine", mine)
+        for name in ("my_own", "My-Own"):
+            assert policies.plan(GAPS, LINK, name).plan == policies.plan(GAPS, LINK, "dear").plan
+        with pytest.raises(ValueError, match="'myown' exists already"):
+            policies.register("myown", mine)
     finally:
-        policies._ADDED.pop("mine")
+        policies._ADDED.pop("my_own")

@@ -138,13 +138,19 @@ def test_a_finished_run_only_tells_its_results(pictures: Path, tmp_path: Path) -
 
 
 def test_rates_fall_to_nothing() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
+    groups = [{"params": nn.Parameter(torch.zeros(1))}, {"params": nn.Parameter(torch.zeros(1)), "lr": 0.04}]
+    optimizer = torch.optim.SGD(groups, lr=0.4)
     for kind, half in (("linear", 0.2), ("cosine", 0.4 * (1 - math.cos(math.pi / 2)) / 2)):
         rates = []
         for number in (0, 5, 10, 11):
             Decay(kind, 10)(optimizer, number)
-            rates.append(optimizer.param_groups[0]["lr"])
-        assert rates == pytest.approx([0.4, half, 0.0, 0.0])
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            again = torch.optim.SGD(groups, lr=0.4)  # continued from a checkpoint
+            again.load_state_dict(optimizer.state_dict())
+            optimizer = again
+        body, head = zip(*rates, strict=True)
+        assert body == pytest.approx([0.4, half, 0.0, 0.0])
+        assert head == pytest.approx([0.04, half / 10, 0.0, 0.0])
 
 
 def test_curves_of_losses_and_scores() -> None:
