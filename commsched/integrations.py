@@ -242,7 +242,10 @@ def _overwrite(tensors: Iterable[torch.Tensor]) -> None:
             values = flat.split([tensor.nbytes for tensor in portion])
         with torch.no_grad():
             for tensor, value in zip(portion, values, strict=True):
-                tensor.copy_(value.view(tensor.dtype).view(tensor.shape))
+                # As DDP: of two forwards before a backward, the first one's may have saved a buffer.
+                kept = torch.autograd._unsafe_preserve_version_counter
+                with nullcontext() if tensor.is_inference() else kept(tensor):
+                    tensor.copy_(value.view(tensor.dtype).view(tensor.shape))
 
 
 def _portions(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -34,8 +34,8 @@ def _add_stages(parser: argparse.ArgumentParser) -> None:
     text = "with --conf: partitioned graph, gpus=N.txt (default: the model's layers)"
     add("--graph", metavar="FILE", help=text)
     add("--stages", type=int, metavar="S", help="ranks of one replica (default: all ranks, one replica)")
-    add("--replicas", default="1", metavar="R", help="replicas, or one number for each stage: 4,3,1")
-    add("--microbatches", type=int, default=1, metavar="M", help="micro-batches of a step")
+    add("--replicas", metavar="R", help="replicas (default: 1), or one number for each stage: 4,3,1")
+    add("--microbatches", type=int, metavar="M", help="micro-batches of a step (default: 1)")
     text = "layers with which the later stages begin: numbers, or names of modules (default: even)"
     add("--cuts", metavar="A,B,...", help=text)
     text = "bundle: fronts on the first half of the hosts, rears on the rest"
@@ -51,9 +51,9 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     text = "data-parallel steps before the pipeline starts"
     add("--warmup-steps", type=int, default=0, metavar="N", help=text)
     add("--optimizer", choices=("sgd", "adam", "adamw"), help="optimizer (default: the job's: sgd)")
-    add("--lr", type=float, default=0.01, help="with --optimizer: learning rate")
-    add("--momentum", type=float, default=0.9, help="with --optimizer sgd: momentum")
-    add("--weight-decay", type=float, default=0.0, help="with --optimizer: weight decay")
+    add("--lr", type=float, help="with --optimizer: learning rate (default: 0.01)")
+    add("--momentum", type=float, help="with --optimizer sgd: momentum (default: 0.9)")
+    add("--weight-decay", type=float, help="with --optimizer: weight decay (default: 0)")
     add("--decay", choices=("linear", "cosine"), help="let the learning rate fall to 0 (default: constant)")
     add("--load", metavar="FILE", help="start from the state_dict in FILE, as far as it fits")
     add("--eval", action="store_true", help="score the test data after every epoch")

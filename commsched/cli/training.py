@@ -44,7 +44,7 @@ def _train(arguments: argparse.Namespace, job: Job, plan: PipelinePlan | None) -
         _load(arguments.load, job.model)
     if arguments.save and commsched.rank() == 0:  # now, and not when all has been trained
         Path(arguments.save).absolute().parent.mkdir(parents=True, exist_ok=True)
-    on_step = _on_step(arguments, job.data)
+    decay = None if arguments.decay is None else Decay(arguments.decay, arguments.steps)
     kept = arguments.checkpoint is not None and is_saved(arguments.checkpoint)
     if arguments.warmup_steps and not kept:
         _warm_up(arguments, job)
@@ -54,22 +54,26 @@ def _train(arguments: argparse.Namespace, job: Job, plan: PipelinePlan | None) -
         schedule=arguments.schedule,
         stages=arguments.stages,
         replicas=replicas_of(arguments),
-        microbatches=arguments.microbatches,
+        microbatches=1 if arguments.microbatches is None else arguments.microbatches,
         cuts=cuts_of(arguments.cuts),
         across=arguments.across,
-        on_step=on_step,
+        on_step=decay,
     )
     if job.data is None:
         _by_steps(arguments, pipeline, job, plan)
     else:
-        _by_epochs(arguments, pipeline, job.data)
+        _by_epochs(arguments, pipeline, job.data, decay)
     state = state_of(pipeline) if arguments.save else {}
     if arguments.save and pipeline.rank == 0:
         torch.save(state, arguments.save)
     pipeline.close()
 
 
-def _by_epochs(arguments: argparse.Namespace, pipeline: Pipeline, data: Data) -> None:
+def _by_epochs(arguments: argparse.Namespace, pipeline: Pipeline, data: Data, decay: Decay | None) -> None:
+    if arguments.eval and data.test is None:
+        raise ValueError("--eval needs test data, and the job has none")
+    if arguments.checkpoint_every and not arguments.checkpoint:
+        raise ValueError("--checkpoint-every needs --checkpoint DIR")
     settings = TrainingSettings(
         rows=arguments.rows,
         epochs=arguments.epochs,
@@ -79,7 +83,10 @@ def _by_epochs(arguments: argparse.Namespace, pipeline: Pipeline, data: Data) ->
         checkpoint=arguments.checkpoint,
         every=arguments.checkpoint_every,
     )
-    epochs = Training(pipeline, data, settings).run()
+    training = Training(pipeline, data, settings)
+    if decay is not None:
+        decay.steps = arguments.epochs * len(training.sampler)
+    epochs = training.run()
     if arguments.results and pipeline.rank == 0:
         facts = {
             "job": job_name(arguments),
@@ -162,29 +169,30 @@ def _load(path: str, model: nn.Module) -> None:
 
 def _with_options(job: Job, arguments: argparse.Namespace) -> Job:
     """The job with the optimizer of --optimizer."""
+    for name in ("lr", "momentum", "weight_decay"):
+        if getattr(arguments, name) is not None and arguments.optimizer is None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} needs --optimizer: else the job's own optimizer trains"
+            )
+    if arguments.momentum is not None and arguments.optimizer != "sgd":
+        raise ValueError(f"--momentum is for --optimizer sgd, not {arguments.optimizer}")
     if arguments.optimizer is None:
         return job
     kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     kind: Callable[..., torch.optim.Optimizer] = kinds[arguments.optimizer]
-    options = {"lr": arguments.lr, "weight_decay": arguments.weight_decay}
+    rate = 0.01 if arguments.lr is None else arguments.lr
+    options = {"lr": rate, "weight_decay": arguments.weight_decay or 0.0}
     if arguments.optimizer == "sgd":
-        options["momentum"] = arguments.momentum
+        options["momentum"] = 0.9 if arguments.momentum is None else arguments.momentum
     return replace(job, optimizer=lambda params: kind(params, **options))
-
-
-def _on_step(arguments: argparse.Namespace, data: Data | None) -> Any:
-    if arguments.decay is None:
-        return None
-    size: Any = None if data is None else data.train
-    steps = arguments.steps if size is None else arguments.epochs * -(-len(size) // arguments.rows)
-    return Decay(arguments.decay, steps)
 
 
 def _plan(arguments: argparse.Namespace, model: nn.Module) -> PipelinePlan | None:
     if arguments.graph and not arguments.conf:
         raise ValueError("--graph belongs to --conf; a plan of `commsched partition` needs no graph")
-    if (arguments.plan or arguments.conf) and arguments.cuts:
-        raise ValueError("--cuts belongs to --schedule; a plan has cuts of its own")
+    for name in ("cuts", "stages", "replicas", "microbatches", "across"):
+        if (arguments.plan or arguments.conf) and getattr(arguments, name) not in (None, False):
+            raise ValueError(f"--{name} belongs to --schedule; a plan says all of that itself")
     if arguments.plan:
         return PipelinePlan.load(arguments.plan)
     if not arguments.conf:
@@ -194,7 +202,7 @@ def _plan(arguments: argparse.Namespace, model: nn.Module) -> PipelinePlan | Non
 
 
 def replicas_of(arguments: argparse.Namespace) -> int | list[int]:
-    words = arguments.replicas.split(",")
+    words = (arguments.replicas or "1").split(",")
     what = f"--replicas is a number, or one for each stage such as 4,3,1, not {arguments.replicas!r}: each"
     counts = [whole(word.strip(), what) for word in words]
     return counts if len(counts) > 1 else counts[0]

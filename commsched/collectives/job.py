@@ -54,7 +54,7 @@ def _launch() -> Launch:
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Join the job: find the other ranks and connect to them. Calling it again does nothing.
+    """Join the job: find the other ranks and connect to them. Calling it again only adds process sets.
 
     Works under horovodrun, torchrun, mpirun, Slurm's srun, Ray Train and alone (one rank). `process_sets` are
     registered at once; they can always be added later, so Horovod's ``"dynamic"`` changes nothing. `comm` may
@@ -64,6 +64,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     waits for the ranks that are left, which may get other numbers.
     """
     if carrier_or_none() is not None:
+        _register(process_sets)
         return
     launch = renew()
     if comm is not None and list(comm) not in ([], list(range(launch.size))):
@@ -113,7 +114,8 @@ def _register(process_sets: Sequence[ProcessSet] | str | None) -> None:
             )
         return
     for process_set in process_sets or ():
-        add_process_set(process_set)
+        if process_set.process_set_id is None:
+            add_process_set(process_set)
 
 
 def shutdown() -> None:

@@ -29,9 +29,15 @@ def broadcast_parameters(
             "broadcast_parameters needs a dict (model.state_dict()) or a list (model.named_parameters()), "
             f"but got {type(params).__name__}"
         )
+    pairs = [(name, value) for name, value in pairs if value is not None]
+    for name, value in pairs:
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"broadcast_parameters takes tensors, but {name!r} is a {type(value).__name__}; use"
+                " broadcast_object, or broadcast_optimizer_state"
+            )
     with torch.no_grad():
-        tensors = [(name, tensor) for name, tensor in pairs if isinstance(tensor, torch.Tensor)]
-        _broadcast_tensors(tensors, root_rank, process_set)
+        _broadcast_tensors(pairs, root_rank, process_set)
 
 
 def _broadcast_tensors(
@@ -101,8 +107,25 @@ def _share(state: dict[str, Any], optimizer: torch.optim.Optimizer, root_rank: i
         state = tree_map_only(_Placeholder, lambda holder: tensors[holder.index], skeleton)
         _check_groups(state, optimizer)
     # A state that is spread over the ranks is cut anew, on the root too.
-    if rank() != root_rank or getattr(optimizer, "spreads_state", False):
+    spread = getattr(optimizer, "spreads_state", False)
+    if rank() != root_rank or spread:
         optimizer.load_state_dict(state)
+    if rank() != root_rank and not spread:
+        _restore_types(state, optimizer)
+
+
+def _restore_types(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Undo that ``load_state_dict()`` casts to the parameter's type, which the root's state was not.
+
+    With bfloat16 parameters, ASGD's rate would be another one than the root's.
+    """
+    places = (place for group in state["param_groups"] for place in group["params"])
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    for place, param in zip(places, params, strict=True):
+        mine = optimizer.state[param] if place in state["state"] else {}
+        for key, value in state["state"].get(place, {}).items():
+            if isinstance(value, torch.Tensor) and key in mine and mine[key].dtype != value.dtype:
+                mine[key] = value
 
 
 def _empty_like_placeholders(skeleton: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

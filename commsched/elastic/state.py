@@ -201,7 +201,11 @@ class ModelStateHandler(StateHandler):
     """A model."""
 
     def sync(self) -> None:
-        broadcast_parameters(self.value.state_dict(), root_rank=0)
+        state = self.value.state_dict()
+        if any(name.endswith("_extra_state") for name in state):  # of any type, and perhaps made for the call
+            super().sync()
+        else:
+            broadcast_parameters(state, root_rank=0)
 
 
 class OptimizerStateHandler(StateHandler):

@@ -78,6 +78,7 @@ class LateSum(torch.Tensor):
 
     _total: torch.Tensor
     _work: Any
+    _sum: torch.Tensor | None = None
 
     @staticmethod
     def start(mine: torch.Tensor) -> LateSum:
@@ -91,9 +92,14 @@ class LateSum(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*tree_map(_value, args), **tree_map(_value, kwargs or {}))
 
+    # torch.tensor() and torch.as_tensor() go by the function above.
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
+
 
 def _value(item: Any) -> Any:
     if not isinstance(item, LateSum):
         return item
-    item._work.wait()
-    return item._total / 1
+    if item._sum is None:
+        item._work.wait()
+        item._sum = item._total / 1
+    return item._sum

@@ -114,6 +114,14 @@ class Pipeline:
         build.check_functions(loss, optimizer, count)
         self.fabric = ProcessFabric() if fabric is None else fabric
         self.rank = self.fabric.rank
+        if isinstance(model, Chain) and (inside or example is not None or weights is not None):
+            raise ValueError(
+                "inside=, example= and weights= belong to the Chain that you passed: make it with them"
+            )
+        if optimizer is None and (on_step is not None or master_weights):
+            raise ValueError(
+                "on_step= and master_weights= are for steps of the pipeline: pass optimizer=, too"
+            )
         chain = model if isinstance(model, Chain) else Chain(model, inside, example, weights=weights)
         mesh = mesh or (len(placements or ranks or range(self.fabric.size)), 1)
         layout = {"ranks": ranks, "placements": placements, "mirrored": mirrored, "placement": placement}
@@ -254,12 +262,18 @@ class Pipeline:
         *,
         drop_last: bool = False,
         local: bool = True,
+        trains: bool | None = None,
     ) -> StepSampler:
         """For ``DataLoader(dataset, batch_sampler=...)`` and ``step(local=True)``: steps of ``batch_size``
-        rows over all replicas. ``local=False``: whole steps on every rank. Checkpoints hold its position.
+        rows over all replicas. ``local=False``: whole steps on every rank. Steps advance one sampler, whose
+        position checkpoints hold: the first, or the last with ``trains=True``. Others need ``trains=False``.
         """
         rows = self.rows if local else lambda count: list(range(count))
-        return self._sampling.use(StepSampler(rows, dataset, batch_size, shuffle, seed, drop_last, local))
+        sampler = StepSampler(rows, dataset, batch_size, shuffle, seed, drop_last, local)
+        if trains is False:
+            return sampler
+        self._sampling.check_other(sampler, trains)
+        return self._sampling.use(sampler)
 
     @overload
     def evaluate(self, batch: Any, count: None = None, *, local: bool = False) -> float: ...

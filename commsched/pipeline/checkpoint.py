@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.exchange import Inputs, Values
-from commsched.pipeline.factory import save_index, save_shard
+from commsched.pipeline.factory import named_tensors, save_index, save_shard
 from commsched.pipeline.interpreter import Interpreter
 from commsched.pipeline.messages import (
     Description,
@@ -257,6 +257,10 @@ class FullState:
         if extra := [key for key, value in spare.items() if not isinstance(value, Tensor)]:
             text = "is the state of a module that is cut: define get_extra_state in modules that stay whole"
             raise ValueError(f"{', '.join(extra)} {text}, such as blocks")
+        known = named_tensors(chain.model)
+        if renamed := [key for key in spare if key not in known]:
+            text = "which its state_dict() renames: rename the keys of pipeline.state_dict() instead"
+            raise ValueError(f"the model has no {', '.join(renamed[:4])}, {text}")
         # Tensors that no stage uses never change.
         self.spare = {key: value.clone() for key, value in spare.items()}
 
@@ -293,6 +297,8 @@ class FullState:
         missing = [key for key in self.keys if key not in state]
         if missing:
             raise ValueError(f"the state has no {', '.join(missing[:4])}; it must be the whole model's")
+        if unknown := [key for key in state if key not in self.keys]:
+            raise ValueError(f"the state has {', '.join(unknown[:4])}, which the model has not")
         self.newest()
         held = {
             key: value for stage in self.stages.values() for key, value in stage.module.state_dict().items()

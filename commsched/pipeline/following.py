@@ -128,7 +128,7 @@ class Followed:
                 if value != before:
                     added = {k: hook for k, hook in mine[key].items() if k not in before}  # the stage's own
                     mine[key].clear()
-                    mine[key].update(value | added)
+                    mine[key].update(added | value)
                     changed = True
             elif key not in _TABLES and value is not before and key != "_compiled_call_impl":
                 is_method = getattr(value, "__self__", None) is module

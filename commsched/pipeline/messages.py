@@ -215,8 +215,8 @@ class ThreadFabric:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Contiguous and in host memory, where messages travel from."""
-    return tensor.detach().to("cpu").contiguous()
+    """Contiguous, with its values in host memory, where messages travel from."""
+    return tensor.detach().to("cpu").contiguous().resolve_conj().resolve_neg()
 
 
 def from_host(tensor: Tensor, device: torch.device) -> Tensor:

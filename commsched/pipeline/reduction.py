@@ -256,8 +256,26 @@ class ReplicaBuckets:
 
     def take_in(self, version: Version, bucket: int) -> None:
         """Waits for a bucket's all-gather and writes it into the version that it belongs to."""
+        self._check_unwritten(version, bucket)
         self.write(bucket, version.data)
         version.pending.discard(bucket)
+
+    def _check_unwritten(self, version: Version, bucket: int) -> None:
+        """``ValueError`` if a script has written to this rank's own part, which all get as it was."""
+        piece = self.layout.slices[bucket]
+        begin, end = piece.shard(self.ranks.rank, self.ranks.size)
+        flat = self.gathered.flat[piece.group]
+        for place in piece.params:
+            slot, tensor = self.layout.slots[place], version.data[place]
+            start, stop = max(begin, slot.offset), min(end, slot.offset + slot.numel)
+            if start < stop and tensor.device == _HOST:
+                mine = tensor.view(-1)[start - slot.offset : stop - slot.offset]
+                if not torch.equal(mine.view(torch.uint8), flat[start:stop].view(torch.uint8)):
+                    name = self.stage.versions.names[place]
+                    text = "was written to while other replicas' parts of it were on their way"
+                    raise ValueError(
+                        f"{name} {text}; write to pipeline.parameters(), called anew after each step"
+                    )
 
     def write(self, bucket: int, tensors: Sequence[Any]) -> None:
         """Waits for a bucket's all-gather and writes its parts where they belong, except to None."""

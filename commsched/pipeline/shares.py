@@ -351,6 +351,15 @@ class Sampling:
             self._waiting = None
         return sampler
 
+    def check_other(self, sampler: StepSampler, replaces: bool | None) -> None:
+        """``ValueError`` if steps advance a sampler of other data, which this one is not said to replace."""
+        before = None if self._sampler is None else self._sampler.state()["data"]
+        if not replaces and before is not None and before != (data := sampler.state()["data"]):
+            raise ValueError(
+                f"the pipeline's steps advance a sampler of {before} already, and this one is of {data}; pass"
+                " trains=False for one that evaluates, or trains=True for one that takes the other's place"
+            )
+
     def check(self, local: bool) -> None:
         """``ValueError`` where a step is not the kind of step that the sampler yields."""
         if self._sampler is not None and local is not self._sampler.local:

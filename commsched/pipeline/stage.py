@@ -453,6 +453,7 @@ class Versions:
         first = Version(0, leaves)
         self.live: dict[int, Version] = {0: first}
         self.newest = first
+        self._types = [leaf.dtype for leaf in first.leaves]
         self._free: list[list[nn.Parameter]] = []
         self._in_use: Version | None = None
         self.most = 1
@@ -475,9 +476,13 @@ class Versions:
         frozen at the start.
         """
         assert self._in_use is not None
-        for (name, slots), leaf in zip(self.slots.items(), self._in_use.leaves, strict=True):
+        in_use = zip(self.slots.items(), self._in_use.leaves, self._types, strict=True)
+        for (name, slots), leaf, dtype in in_use:
             if any(parameters.get(key) is not leaf for parameters, key in slots):
                 raise replaced(name)
+            if leaf.dtype != dtype:
+                text = f"has been converted from {dtype} to {leaf.dtype} since the pipeline was made"
+                raise ValueError(f"{name} {text}: convert it before, or make a new Pipeline")
         for name, parameters, key, frozen in self._frozen:
             if parameters.get(key) is not frozen:
                 raise replaced(name)

@@ -370,7 +370,10 @@ class Stepped(Update):
         for module in modules:
             mine = self._held(module)
             if mine:
-                hook = module.register_forward_pre_hook(lambda *_, mine=mine: self._take_in(mine))
+                # Before hooks of the model that read the weights (pruning, spectral norm).
+                hook = module.register_forward_pre_hook(
+                    lambda *_, mine=mine: self._take_in(mine), prepend=True
+                )
                 self._handles.append(hook)
 
     def _held(self, module: nn.Module) -> frozenset[int]:

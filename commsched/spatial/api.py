@@ -29,6 +29,8 @@ def tile_bounds(shape: Sequence[int], mesh: Mesh | None = None) -> tuple[slice, 
 def scatter(image: Tensor, mesh: Mesh | None = None) -> Tile:
     """This rank's tile of a whole image that every rank has."""
     mesh = mesh or current_mesh()
+    if isinstance(image, Tile):
+        raise ValueError(f"{mesh.where('scatter')}: the image is a tile already; pass the whole image")
     return from_local(image[tile_bounds(image.shape, mesh)], image.shape, mesh)
 
 
@@ -61,6 +63,8 @@ def gather(tile: Tile, to: str = "replicate") -> Tensor:
     with all pixels of this rank's share of the samples. In both cases every rank must run a backward through
     what it got (an empty tensor's sum will do), and the sum of the ranks' losses is what is differentiated.
     """
+    if not isinstance(tile, Tile):
+        raise ValueError(f"gather takes a tile, not a {type(tile).__name__}; gather each tile of an output")
     if to == "replicate":
         return gathered(tile)
     if to not in ("rank0", "batch"):

@@ -123,9 +123,13 @@ def parameters(tile: Tile, *values: Tensor | None) -> list[Any]:
 
 def common_cuts(tiles: list[Tile]) -> Cuts:
     """The cuts of the result of a pointwise operation: those of the first operand that is cut, with the
-    smallest margins of all.
+    smallest margins of all. Two axes cannot cut one dimension: the first one does.
     """
-    return tuple(_common_cut(tiles, axis) for axis in range(len(tiles[0].cuts)))
+    cuts: list[Cut | None] = []
+    for axis in range(len(tiles[0].cuts)):
+        cut = _common_cut(tiles, axis)
+        cuts.append(None if cut is not None and any(c and c.dim == cut.dim for c in cuts) else cut)
+    return tuple(cuts)
 
 
 def _common_cut(tiles: list[Tile], axis: int) -> Cut | None:
@@ -152,9 +156,13 @@ def fit(value: Tensor, mesh: Mesh, cuts: Cuts) -> Tensor:
     shape = value.shape
     local = enter(value, mesh, cuts)
     for axis, cut in cut_axes(cuts):
-        if own[axis] is None and len(shape) >= -cut.dim and shape[cut.dim] == cut.split.size:
+        if own[axis] is not None or len(shape) < -cut.dim:
+            continue
+        if shape[cut.dim] == cut.split.size:
             lo, hi = cut.split.held(mesh.coord[axis])
             local = local.narrow(cut.dim, lo, hi - lo)
+        elif cut.split.size == 1:
+            raise Unsupported("it widens a split dimension of one pixel")
     return local
 
 

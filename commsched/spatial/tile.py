@@ -127,6 +127,12 @@ class Tile(torch.Tensor):
         if func in ON_LOCAL:
             args, kwargs = tree_map(lambda t: t.held if isinstance(t, Tile) else t, (args, kwargs))
             return func(*args, **kwargs)
+        if func in SETS_GRADIENT:
+            return _set_requires_grad(*args, **kwargs)
+        if func in NAMES_TYPE:  # the tile behind the first argument only names a type and a device
+            args, kwargs = (args[0], *tree_map(_kind_of, args[1:])), tree_map(_kind_of, kwargs)
+            if not isinstance(args[0], Tile):
+                return func(*args, **kwargs)
         try:
             targets = list(tiles_in(writes_to(func, args, kwargs)))
             _check(func, args, kwargs, targets)
@@ -164,6 +170,22 @@ class Tile(torch.Tensor):
         )
 
 
+def _kind_of(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device) if isinstance(tensor, Tile) else tensor
+
+
+def _set_requires_grad(tile: Tile, requires_grad: bool = True) -> Tile:
+    """Set the part's flag and the tile's own, at which an autograd function looks that would bypass us."""
+    tile.held.requires_grad_(requires_grad)
+    with torch._C.DisableTorchFunctionSubclass():
+        if requires_grad and not tile.requires_grad:
+            tile.requires_grad_()
+            tile.register_hook(_refuse_gradient)
+        elif not requires_grad:
+            tile.requires_grad_(False)
+    return tile
+
+
 def owned_in_held(tile: Tile) -> list[tuple[int, int, int]]:
     """(dim, start, length) of the owned pixels within what this rank holds; dimensions without margin are
     left out."""
@@ -195,9 +217,10 @@ NATIVE: set[Any] = {
 # us.
 ON_LOCAL: set[Any] = {
     *_getters("requires_grad", "is_leaf", "retains_grad", "_version"),
-    getattr(_T, "requires_grad").__set__,  # noqa: B009 - typed as a bool
     *(_T.retain_grad, _T.stride, _T.is_contiguous),
 }
+SETS_GRADIENT: set[Any] = {_T.requires_grad_, getattr(_T, "requires_grad").__set__}  # noqa: B009 - a bool
+NAMES_TYPE: set[Any] = {_T.to, _T.type_as}
 _RANDOM = """
     rand_like randn_like randint_like multinomial normal normal_ uniform_ random_
     exponential_ geometric_
@@ -261,6 +284,13 @@ def _normalized(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 def _check(func: Any, args: tuple, kwargs: dict, targets: Sequence[Tile]) -> None:
     """Refuse what no handler can do. ``targets``: the tiles that ``func`` changes."""
     tiles = list(tiles_in((args, kwargs)))
+    cut = [tile for tile in tiles if not tile.replicated]
+    if any(tile.mesh is not cut[0].mesh and not tile.mesh.like(cut[0].mesh) for tile in cut):
+        grids = " and ".join(sorted({str(tile.mesh.grid) for tile in cut}))
+        raise ValueError(
+            f"{cut[0].mesh.where(name_of(func))}: its tiles are cut by different grids, {grids}; give"
+            " scatter() the mesh of the other tile (tile.mesh)"
+        )
     for target in targets:
         for view in target.copied:
             view.check_write(target, func)
@@ -327,7 +357,7 @@ def local_of(tile: Tile) -> Tensor:
     if bypassed:
         raise ValueError(
             f"{tile.mesh.where('custom autograd.Function')}: it cannot be differentiated on a split "
-            f"tensor; apply it to tile.local, or gather the tile first"
+            "tensor; apply it to tile.local, or gather the tile first (checkpoint: use_reentrant=False)"
         )
     for view in tile.copied:
         view.check_read(tile)

@@ -40,18 +40,22 @@ def mask(path: Path, size: int) -> Tensor:
     """The class of each pixel of the mask's middle square: grey values, or numbers of a palette."""
     from PIL import ImageOps
 
-    image_of = pillow()
-    with image_of.open(path) as image:
+    fitted = ImageOps.fit(numbers_in(path), (size, size), pillow().Resampling.NEAREST)
+    return torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8).view(size, size).long()
+
+
+def numbers_in(path: Path) -> Any:
+    """The mask's numbers as a grey image."""
+    with pillow().open(path) as image:
         if image.mode not in ("L", "P", "1"):
             raise ValueError(
-                f"{path}: a mask needs one number for each pixel (modes L and P), and this image has mode"
+                f"{path}: a mask needs one number for each pixel (modes 1, L and P), and this image has mode"
                 f" {image.mode}; write the class numbers as grey values"
             )
-        grey = (
-            image_of.frombytes("L", image.size, image.tobytes()) if image.mode == "P" else image.convert("L")
-        )
-    fitted = ImageOps.fit(grey, (size, size), image_of.Resampling.NEAREST)
-    return torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8).view(size, size).long()
+        if image.mode == "P":
+            return pillow().frombytes("L", image.size, image.tobytes())
+        grey = image.convert("L")
+        return grey.point(lambda value: value // 255) if image.mode == "1" else grey
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -106,8 +110,7 @@ class ImagesWithMasks(Dataset[tuple[Tensor, Tensor]]):
         """One more than the largest number in any mask."""
         highest = 0
         for _, path in self.files:
-            with pillow().open(path) as image:
-                values = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+            values = torch.frombuffer(bytearray(numbers_in(path).tobytes()), dtype=torch.uint8)
             known = values[values != IGNORED]
             highest = max(highest, int(known.max()) if len(known) else 0)
         return highest + 1

@@ -192,9 +192,12 @@ def scale_(tensor: torch.Tensor, factor: float) -> None:
 
 
 def _finish_(tensor: torch.Tensor, reduction: Reduction, size: int) -> None:
-    if reduction.op is ReduceOp.AVERAGE:
-        tensor.div_(size, rounding_mode=None if tensor.dtype.is_floating_point else "trunc")
-    scale_(tensor, reduction.postscale)
+    whole, factor = not tensor.dtype.is_floating_point, reduction.postscale
+    if reduction.op is ReduceOp.AVERAGE and whole and factor != 1.0:
+        factor /= size  # as in Horovod: truncated once
+    elif reduction.op is ReduceOp.AVERAGE:
+        tensor.div_(size, rounding_mode="trunc" if whole else None)
+    scale_(tensor, factor)
 
 
 def allreduce(
@@ -286,14 +289,14 @@ def alltoall(
 def reducescatter(group: RankGroup, tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     """Return this rank's share of the combined tensor's rows (see ``share_rows``)."""
     rows = share_rows(tensor.shape[0], group.size)
-    scaled = tensor.clone()
-    scale_(scaled, reduction.prescale)
-    parts = [part.reshape(-1) for part in scaled.split(rows)]
+    wide = tensor.to(_WIDER.get(tensor.dtype, tensor.dtype), copy=True)
+    scale_(wide, reduction.prescale)
+    parts = [part.reshape(-1) for part in wide.split(rows)]
     arrived = [torch.empty_like(parts[group.rank]) for _ in parts]
     group.exchange(parts, arrived)
     total = combined(arrived, reduction.op)
     _finish_(total, reduction, group.size)
-    return total.view(rows[group.rank], *tensor.shape[1:])
+    return total.to(tensor.dtype).view(rows[group.rank], *tensor.shape[1:])
 
 
 def share_rows(rows: int, size: int) -> list[int]:

@@ -86,7 +86,8 @@ class _Frame:
         self.factors: dict[str, list[int]] = {}
         for operand in operands:
             for axis, place in enumerate(operand.places):
-                if place is not None and place.letter in kept and self.places[axis] is None:
+                taken = place is not None and any(p and p[:2] == place[:2] for p in self.places)
+                if place is not None and place.letter in kept and self.places[axis] is None and not taken:
                     own = operand.factors[place.letter]
                     if self.factors.setdefault(place.letter, own) == own:
                         self.places[axis] = place

@@ -40,7 +40,7 @@ _NAMES = """
     hypot logaddexp xlogy eq ne lt le gt ge not_equal greater greater_equal less less_equal logical_and
     logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not masked_fill
     copysign heaviside isclose to float double half bfloat16 int long short bool type type_as cpu cuda
-    contiguous clone detach requires_grad_ zeros_like ones_like empty_like full_like zero fill copy
+    contiguous clone detach zeros_like ones_like empty_like full_like zero fill copy
     alias
 """
 _OPERATORS = """
@@ -317,7 +317,19 @@ def _drop(
 
 
 handles_all(F.dropout, torch.dropout)(partial(_drop, channels=False))
-handles_all(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout)(partial(_drop, channels=True))
+handles_all(F.dropout2d, torch.feature_dropout)(partial(_drop, channels=True))
+
+
+def _drop_unbatched(samples: int, input: Any, *args: Any, **options: Any) -> Any:
+    """``samples``: the dimensions of an input of several samples; another one is a sample alone."""
+    if input.ndim == samples:
+        return _drop(input, *args, **options, channels=True)
+    result = _drop(input.unsqueeze(0), *args, **options, channels=True)
+    return input if options.get("inplace") else result.squeeze(0)
+
+
+handles_all(F.dropout1d)(partial(_drop_unbatched, 3))
+handles_all(F.dropout3d)(partial(_drop_unbatched, 5))
 
 
 _DRAWS = "each rank would draw other numbers"

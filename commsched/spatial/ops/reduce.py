@@ -91,6 +91,7 @@ def norm(
     """The 2-norm has gradient zero at zero, as torch has it; other norms are of whole dimensions only."""
     if p not in (2, "fro", None) or ord != 2 or dtype is not None:
         return NotImplemented
+    input = input.abs() if input.dtype.is_complex else input
     kind = input.dtype
     input = input if wide(kind) == kind else input.to(wide(kind))
     squares = total(input * input, dim, keepdim)
@@ -410,6 +411,10 @@ def batch_norm(
         statistics = running_mean, running_var
         return with_parameters(F.batch_norm, input, *statistics, weight, bias, False, momentum, eps)
     region = MomentRegion(image_of(input), [-input.ndim, *range(2 - input.ndim, 0)])
+    if region.total == 0:
+        return with_parameters(
+            F.batch_norm, input, running_mean, running_var, weight, bias, True, momentum, eps
+        )
     if region.total == 1:
         raise ValueError(
             f"{input.mesh.where('batch_norm')}: expected more than 1 value per channel when training, "

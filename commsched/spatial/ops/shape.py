@@ -60,6 +60,7 @@ def _cut_along(value: Tensor, mesh: Mesh, cuts: Cuts, axis: int) -> Tile:
     assert cut is not None
     split = Split.shares(value.shape[cut.dim], mesh.grid[axis])
     own = list(value.cuts) if isinstance(value, Tile) else list(owned_cuts(cuts))
+    own = [None if other is not None and other.dim == cut.dim else other for other in own]
     own[axis] = Cut(cut.dim, split)
     return Tile.make(fit(value, mesh, tuple(own)), mesh, tuple(own))
 
@@ -329,6 +330,7 @@ def getitem(tile: Any, index: Any) -> Any:
     crops: dict[int, tuple[int, int]] = {}
     dims: dict[int, int] = {}
     position = kept = 0
+    whole = tile
     for place, entry in enumerate(entries):
         if entry is None:
             local_index.append(None)
@@ -339,7 +341,7 @@ def getitem(tile: Any, index: Any) -> Any:
         if axis is not None:
             if isinstance(entry, int):
                 at = range(tile.shape[position])[entry]
-                one = _cropped(tile, {position - tile.ndim: (-at, at + 1 - tile.shape[position])})
+                one = _cropped(whole, {position - tile.ndim: (-at, at + 1 - tile.shape[position])})
                 first = (*entries[:place], 0, *entries[place + 1 :])
                 return replicate(one, (axis,))[first]
             lo, hi, step = entry.indices(tile.shape[position])

@@ -269,7 +269,7 @@ def _convolve_transposed(
         local = _TRANSPOSED[n](buffer, weight, None, each(stride, n), pads, extras, groups, each(dilation, n))
     local = F.pad(without(local, unreached), [c for pair in reversed(crop) for c in pair])
     if bias is not None:
-        local = local + bias.view(-1, *(1,) * n)
+        local = local + bias.to(local.dtype).view(-1, *(1,) * n)  # under autocast the kernel's type
     return Tile.make(local, input.mesh, cuts)
 
 

@@ -109,6 +109,7 @@ def check_objects_and_parameters():
         sums = hvd.allgather_object([p.sum().item() for p in model.parameters()])
         assert sums == [sums[0]] * size, sums
     raises(ValueError, lambda: hvd.broadcast_parameters(3, 0), "dict")
+    raises(ValueError, lambda: hvd.broadcast_parameters({"epoch": 3}, 0), "'epoch' is a int; use broadcast_object")
 
 
 def check_optimizer_state():
@@ -144,6 +145,14 @@ def check_optimizer_state():
         states = hvd.allgather_object(optimizer.state_dict())
         for state in states[1:]:
             assert repr(state) == repr(states[0]) and state["param_groups"][0]["lr"] == 0.25
+    half = torch.nn.Linear(3, 2).half()
+    optimizer = torch.optim.NAdam(half.parameters())  # its mu_product is float32, and was cast to float16
+    for _ in range(3 if hvd.rank() == 0 else 0):
+        half(torch.ones(1, 3).half()).sum().backward()
+        optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    states = hvd.allgather_object(repr(optimizer.state_dict()["state"]))
+    assert "mu_product" in states[0] and set(states) == {states[0]}, states
     lbfgs = torch.optim.LBFGS(model.parameters())
     raises(ValueError, lambda: hvd.broadcast_optimizer_state(lbfgs, 0), "LBFGS")
 

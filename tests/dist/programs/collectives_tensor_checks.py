@@ -201,7 +201,13 @@ def check_means_of_small_numbers():
     """The sum of 200 and 200 is no uint8; their mean is."""
     if hvd.engine_name() == "torch":
         for dtype, value in ((torch.uint8, 200), (torch.int8, 100), (torch.int8, -100), (torch.int16, 30000)):
-            same(hvd.allreduce(torch.full((3,), value, dtype=dtype)), torch.full((3,), value, dtype=dtype))
+            whole = torch.full((hvd.size(),), value, dtype=dtype)
+            same(hvd.allreduce(whole), whole)
+            same(hvd.reducescatter(whole), whole[:1])
+    # Horovod truncates the product of the sum, and not the mean before it is multiplied.
+    mine = torch.tensor([1 + (hvd.rank() == 0)], dtype=torch.int32)
+    total = hvd.size() + 1
+    same(hvd.allreduce(mine, postscale_factor=2.0), torch.tensor([int(total * (2.0 / hvd.size()))]).int())
 
 
 def check_order_and_handles():

@@ -157,6 +157,19 @@ def statistics_wait_for_an_evaluation(me: Me) -> None:
 
 
 @case(ranks=(2,))
+def two_forwards_before_a_backward(me: Me) -> None:
+    """The second one overwrites buffers that the first has saved."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    replica = Replica(model, True, in_evaluation=True)
+    replica.attach()
+    torch.manual_seed(me.rank)
+    first, second = model(torch.randn(4, 3)), model(torch.randn(4, 3))
+    (first * second).sum().backward()
+    assert model[0].weight.grad is not None
+    replica.close()
+
+
+@case(ranks=(2,))
 def constant_buffers_are_sent_once(me: Me) -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     model.register_buffer("mask", torch.full((3,), float(me.rank)))

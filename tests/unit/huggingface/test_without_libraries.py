@@ -60,3 +60,9 @@ def test_the_first_use_of_a_late_sum_waits(works: list[Work]) -> None:
     assert (mean.item(), late.item(), int(late), late.dtype) == (2.0, 21.0, 21, torch.float32)
     mean.backward()
     assert loss.grad == 1 / 21
+    # These read the tensor's memory, and asked no subclass.
+    with pytest.warns(UserWarning, match="copy construct"):
+        assert torch.tensor(late, dtype=torch.float64).item() == 21
+    assert torch.as_tensor(late, dtype=torch.int64).item() == 21
+    late.clamp_(min=30)
+    assert late.item() == 30 and works[0].waits == 1

@@ -128,6 +128,8 @@ def test_state_of_the_whole_model_goes_back_and_forth() -> None:
         pipeline.drain()
         with pytest.raises(ValueError, match="the state has no 0.weight"):
             pipeline.load_state_dict({})
+        with pytest.raises(ValueError, match="the state has 9.weight, which the model has not"):
+            pipeline.load_state_dict({**other.state_dict(), "9.weight": torch.zeros(1)})
         pipeline.load_state_dict(other.state_dict())
         value = pipeline.evaluate(data[1])
         for batch in data:

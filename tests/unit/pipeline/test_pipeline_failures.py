@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from comm_core import EngineError
 from commsched.errors import CommError
 from commsched.pipeline import Chain, Pipeline, ThreadWorld
+from commsched.pipeline.messages import to_host
 from scheduler.ir.link import Cluster, Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.pipelines import generate
@@ -112,6 +114,87 @@ def test_ranks_that_make_different_pipelines() -> None:
 
     with pytest.raises(CommError, match="all ranks must make the same pipeline, but rank 0 has"):
         on_threads(2, work)
+
+
+def test_arguments_that_would_have_no_effect() -> None:
+    with pytest.raises(ValueError, match="weights= belong to the Chain that you passed"):
+        on_threads(1, lambda fabric: make(fabric, Chain([nn.Linear(2, 2)], elements=True), weights={}))
+    for option in ({"on_step": lambda *_: None}, {"master_weights": True}):
+        with pytest.raises(ValueError, match="are for steps of the pipeline: pass optimizer="):
+            on_threads(1, lambda fabric, option=option: make(fabric, optimizer=None, **option))
+
+
+def test_a_model_that_is_converted_afterwards() -> None:
+    """It trained nothing."""
+
+    def work(fabric: Any) -> None:
+        model = chain_model(2)
+        pipeline = Pipeline(model, loss=loss_of, optimizer=sgd, fabric=fabric)
+        pipeline.step(batches(1)[0])
+        model.float()
+        x, y = batches(1)[0]
+        pipeline.step((x.float(), y.float()))
+
+    with pytest.raises(ValueError, match="has been converted from torch.float64 to torch.float32 since"):
+        on_threads(2, work)
+
+
+def test_weights_that_are_written_behind_the_pipelines_back() -> None:
+    """The model's own tensors, while other replicas' parts are under way: the change was lost."""
+
+    def work(fabric: Any) -> None:
+        pipeline = make(fabric, mesh=(1, 2), bucket_bytes=100)
+        kept = list(pipeline.parameters())
+        for batch in batches(3):
+            pipeline.step(batch)
+            for parameter in kept:
+                parameter.data.clamp_(-0.01, 0.01)
+
+    with pytest.raises(
+        ValueError, match="was written to while other replicas' parts .*pipeline.parameters()"
+    ):
+        on_threads(2, work)
+
+
+class Renaming(nn.Sequential):
+    """Saved as its inner module, as wrappers do."""
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        state = super().state_dict(*args, **options)
+        return {f"model.{key}": value for key, value in state.items()}
+
+
+def test_a_model_that_renames_its_state() -> None:
+    """What was saved were copies from the start."""
+    with pytest.raises(ValueError, match="has no model.0.weight.*, which its state_dict.. renames"):
+        on_threads(2, lambda fabric: make(fabric, Renaming(*chain_model(2))))
+
+
+def test_values_travel_and_not_their_views() -> None:
+    x = torch.complex(torch.ones(2), torch.ones(2)).conj()
+    for view in (x, x.imag):
+        sent = to_host(view)
+        assert not sent.is_conj() and not sent.is_neg() and torch.equal(sent, view)
+
+
+def test_hooks_that_read_weights_see_the_new_ones() -> None:
+    """Pruning computes a layer's weight in a hook, which ran before the one that waits for the weights."""
+
+    model = chain_model(2)
+    with torch.no_grad():  # else the model cannot be copied
+        for layer in (layer for layer in model if isinstance(layer, nn.Linear)):
+            prune.random_unstructured(layer, "weight", amount=0.5)
+
+    def work(fabric: Any) -> dict[str, Tensor]:
+        size = {"mesh": (1, fabric.size), "bucket_bytes": 100} if fabric.size > 1 else {}
+        pipeline = make(fabric, model, **size)
+        for batch in batches(4):
+            pipeline.step(batch)
+        return pipeline.state_dict()
+
+    (wanted,) = on_threads(1, work)
+    for found in on_threads(2, work):
+        assert all(torch.allclose(found[name], value) for name, value in wanted.items())
 
 
 def test_a_mesh_for_another_number_of_ranks() -> None:

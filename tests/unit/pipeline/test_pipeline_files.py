@@ -98,7 +98,8 @@ def test_layers_that_are_coarser_than_nodes(tmp_path: Path) -> None:
 
 def test_the_command_takes_both_files_or_a_plan(tmp_path: Path) -> None:
     def given(**words: Any) -> PipelinePlan:
-        empty = {"plan": None, "conf": None, "graph": None, "cuts": None}
+        names = ("plan", "conf", "graph", "cuts", "stages", "replicas", "microbatches", "across")
+        empty = dict.fromkeys(names)
         return command._plan(argparse.Namespace(**(empty | words)), chain_model(3))
 
     conf, graph = files(tmp_path, "0000122", FIVE)

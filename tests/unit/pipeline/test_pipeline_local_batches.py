@@ -249,8 +249,12 @@ def test_epochs_without_set_epoch_differ_and_a_new_epoch_begins_at_its_start() -
         pipeline = Pipeline(chain_model(1), loss=loss_of, optimizer=momentum, fabric=fabric)
         sampler = pipeline.sampler(dataset(12), 5)
         assert [len(step) for step in sampler] == [5, 5, 2] and sampler.epoch_rows == 12
-        assert pipeline.sampler(dataset(12), 5, drop_last=True).epoch_rows == 10
-        sampler = pipeline.sampler(dataset(12), 5)
+        # A second sampler took the place of the first, which then gave the same order in every epoch.
+        with pytest.raises(
+            ValueError, match="advance a sampler of .*; pass trains=False for one that evaluates"
+        ):
+            pipeline.sampler(dataset(12), 5, drop_last=True)
+        assert pipeline.sampler(dataset(12), 5, drop_last=True, trains=False).epoch_rows == 10
         first = sum(sampler, [])
         assert sorted(first) == list(range(12)) and first == sum(sampler, [])
         for _ in range(3):
@@ -262,7 +266,7 @@ def test_epochs_without_set_epoch_differ_and_a_new_epoch_begins_at_its_start() -
         assert sum(sampler, []) == second[5:]
         sampler.set_epoch(0)
         assert sum(sampler, []) == first
-        plain = pipeline.sampler(dataset(12), 5, shuffle=False)
+        plain = pipeline.sampler(dataset(12), 5, shuffle=False, trains=True)
         assert sum(plain, []) == list(range(12))
 
     on_threads(1, work)

@@ -351,6 +351,132 @@ def test_tiles_of_another_grid_are_refused() -> None:
     on_threads(2, work)
 
 
+def test_tiles_of_two_grids_do_not_meet() -> None:
+    """Shapes fitted: a loss compared each rank's columns with other ones."""
+
+    def work(channel: Channel) -> None:
+        tile = spatial.shard(net(), (2, 1), channel=channel)(spatial.scatter(image()))
+        spatial.shard(net(), (1, 2), channel=channel)
+        with pytest.raises(ValueError, match=r"cut by different grids, \(1, 2\) and \(2, 1\)"):
+            F.mse_loss(tile, spatial.scatter(image()))
+
+    on_threads(2, work)
+
+
+def _typed(x: Tensor) -> Tensor:
+    window = torch.ones(1, 1, 5, 5).type_as(x)
+    return x * (window / window.sum()).sum() + torch.arange(3).to(x).sum()
+
+
+ON_BOTH_AXES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a step, and a number": lambda x: x[..., ::2, 3],
+    "a number, and a step": lambda x: x[..., 3, ::2],
+    "a crop, a step, and a number": lambda x: x[:, 1, 1:, 2:7:3][..., 4, :],
+    "plain tensors typed as a tile": _typed,
+    "norm of complex numbers": lambda x: (x + 2j * x).norm(dim=(2, 3)),
+    "rows and columns in one": lambda x: torch.cat(
+        [x.mean(3, keepdim=True), x.mean(2, keepdim=True).transpose(2, 3)], 2
+    ),
+    "rows plus columns": lambda x: x.mean(3, keepdim=True) + x.mean(2, keepdim=True).transpose(2, 3),
+    "rows times columns": lambda x: torch.einsum("ncy,ncy->nc", x.mean(3), x.mean(2)),
+}
+
+
+@pytest.mark.parametrize("name", ON_BOTH_AXES)
+def test_both_axes_of_the_grid(name: str) -> None:
+    function = ON_BOTH_AXES[name]
+    x = image().requires_grad_()
+    wanted = function(x)
+    wanted.square().sum().backward()
+
+    def work(channel: Channel) -> tuple[Tensor, Tensor]:
+        model = spatial.shard(Calls(function), (2, 2), channel=channel)
+        own = x.detach()[spatial.tile_bounds(x.shape)].requires_grad_()
+        result = spatial.gather(model(spatial.from_local(own, x.shape)))
+        result.square().sum().backward()
+        assert own.grad is not None
+        return result.local.detach(), own.grad - x.grad[spatial.tile_bounds(x.shape)]
+
+    for result, difference in on_threads(4, work):
+        torch.testing.assert_close(result, wanted.detach())
+        torch.testing.assert_close(difference, torch.zeros_like(difference))
+
+
+def test_one_pixel_is_not_widened_on_its_owner_alone() -> None:
+    position = torch.arange(64.0).view(8, 8).double()
+    wanted = F.avg_pool2d(image(), 8) * position
+
+    def work(channel: Channel) -> Tensor:
+        def function(x: Tensor) -> Tensor:
+            return F.avg_pool2d(x, 8) * position
+
+        with pytest.raises(ValueError, match="it widens a split dimension of one pixel"):
+            spatial.shard(Calls(function), (2, 2), channel=channel)(spatial.scatter(image()))
+        model = spatial.shard(Calls(function), (2, 2), channel=channel, unsupported="gather")
+        return spatial.gather(model(spatial.scatter(image()))).local
+
+    for result in on_threads(4, work):
+        torch.testing.assert_close(result, wanted)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+@pytest.mark.parametrize("how", ["method", "attribute"])
+def test_a_function_on_a_leaf_tile_is_refused(how: str) -> None:
+    """Its result had no graph, so what came before it was not trained, as under reentrant checkpoints."""
+
+    def work(channel: Channel) -> None:
+        model = spatial.shard(net(), GRID, channel=channel)
+        tile = spatial.scatter(image())
+        if how == "method":
+            tile.requires_grad_()
+        else:
+            tile.requires_grad = True
+        with pytest.raises(ValueError, match="custom autograd.Function.*use_reentrant=False"):
+            model(Doubled.apply(tile))
+        model(tile).square().mean().backward()
+        assert tile.requires_grad and tile.grad is not None
+        assert not tile.detach().requires_grad_(False).requires_grad
+
+    on_threads(2, work)
+
+
+def test_what_comes_in_and_goes_out_is_checked() -> None:
+    def work(channel: Channel) -> None:
+        spatial.shard(net(), GRID, channel=channel)
+        tile = spatial.scatter(image())
+        with pytest.raises(ValueError, match="the image is a tile already"):
+            spatial.scatter(tile)
+        with pytest.raises(ValueError, match="gather takes a tile, not a tuple; gather each tile"):
+            spatial.gather((tile, tile))  # type: ignore[arg-type]
+
+    on_threads(2, work)
+
+
+def test_types_and_channels_are_those_of_one_process() -> None:
+    def work(channel: Channel) -> None:
+        model = spatial.shard(nn.Sequential(nn.ConvTranspose2d(2, 3, 2, 2), nn.ReLU()), GRID, channel=channel)
+        x = image().float()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(spatial.scatter(x)).dtype == torch.bfloat16
+        tile = spatial.scatter(torch.ones(5, 2, 8, 8))  # one sample of five channels
+        dropped = spatial.gather(F.dropout3d(tile, 0.5)).local.flatten(1)
+        assert all(len(set(of_channel.tolist())) == 1 for of_channel in dropped)
+        norm = spatial.shard(nn.BatchNorm2d(2), GRID, channel=channel)
+        assert norm(spatial.scatter(torch.empty(0, 2, 8, 8))).shape == (0, 2, 8, 8)
+        assert norm.running_mean.tolist() == [0.0, 0.0]
+
+    on_threads(2, work)
+
+
 # -- what dry runs leave in a model --------------------------------------------------------------------------
 
 

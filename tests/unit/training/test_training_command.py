@@ -153,6 +153,31 @@ def test_rates_fall_to_nothing() -> None:
         assert head == pytest.approx([0.04, half / 10, 0.0, 0.0])
 
 
+def test_rates_fall_to_nothing_where_the_last_rows_are_dropped(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step an epoch of 26 of 27 pictures: the last is too few for two micro-batches."""
+    seen = []
+    monkeypatch.setattr(Decay, "__call__", lambda self, _, number: seen.append((number, self.steps)))
+    trained(tmp_path, "--rows 26 --microbatches 2 --epochs 3 --decay linear", pictures)
+    assert [number for number, _ in seen] == [0, 1, 2] and {steps for _, steps in seen} == {3}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--lr 0.1", "--lr needs --optimizer"),
+        ("--optimizer adam --momentum 0.5", "--momentum is for --optimizer sgd, not adam"),
+        ("--plan plan.json --stages 2", "--stages belongs to --schedule"),
+        ("--conf conf.json --microbatches 4", "--microbatches belongs to --schedule"),
+        ("--checkpoint-every 3", "--checkpoint-every needs --checkpoint"),
+    ],
+)
+def test_options_that_would_be_ignored(words: str, said: str, pictures: Path, capsys: Any) -> None:
+    assert main(["train", *JOB.split(), "--data", str(pictures), "--rows", "9", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_curves_of_losses_and_scores() -> None:
     epochs = [
         {"epoch": n, "loss": 1 / n, "test": {"loss": 2 / n, "top1": n / 4, "top5": 1.0}} for n in (1, 2, 3)

@@ -48,6 +48,10 @@ def test_masks_are_numbers_of_classes(tmp_path: Path) -> None:
     found = images.ImagesWithMasks(tmp_path, 2)
     assert found.classes() == 3
     assert found[0][1].tolist() == [[1, 2], [2, 255]]  # the middle square, by numbers and not by colours
+    bits = Image.new("1", (4, 2))
+    bits.putdata([0, 1, 0, 1, 1, 0, 1, 1])
+    bits.save(tmp_path / "masks" / "a.png")  # their white was the number of what is not to be learned
+    assert found.classes() == 2 and found[0][1].tolist() == [[1, 0], [0, 1]]
     Image.new("RGB", (4, 2)).save(tmp_path / "masks" / "a.png")
     with pytest.raises(ValueError, match="mode RGB; write the class numbers as grey values"):
         found[0]
