@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore
 from torch.func import functional_call
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from comm_core import EngineError, MessageChannel, message_channel, tcp_connections
@@ -215,6 +217,19 @@ def agree(channel: Channel, what: str, note: str, attached: bytes = b"") -> list
     return [text[_NOTE:] for text in heard]
 
 
+_DIGEST = 8  # bytes
+
+
+def digest_of(module: nn.Module) -> bytes:
+    """Bytes that differ where parameters or buffers do."""
+    found = blake2b(digest_size=_DIGEST)
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not is_lazy(tensor) and tensor.layout == torch.strided and not tensor.is_meta:
+            flat = tensor.detach().cpu().contiguous().view(-1)
+            found.update(flat.view(torch.uint8).numpy().tobytes())
+    return found.digest()
+
+
 class _Attached:
     """Hooks of a sharded model. Copies of the model are sharded alike; a pickle of it is a plain model."""
 
@@ -238,6 +253,7 @@ class _Forward(_Attached):
         self._mesh, self._name, self._fuse_halo = mesh, name, fuse_halo
         self._fusions: dict[tuple[str, str], Fusion] = {}
         self._generators: SharedGenerators | None = None
+        self._compared = False  # the ranks' weights, in the first forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
         return _Forward(self._mesh, self._name, self._fuse_halo)
@@ -258,8 +274,16 @@ class _Forward(_Attached):
         modes = f"{'train' if module.training else 'eval'}, grad {torch.is_grad_enabled()}"
         generators = SharedGenerators(tiles[0].device)
         note = f"image {shapes} over grid {mesh.grid}, {modes}"
-        digests = agree(mesh.channel, f"{self._name}: forward", note, generators.digest())
-        if mesh.channel.own_generator and len(set(digests)) > 1:
+        mine = generators.digest() + (b"" if self._compared else digest_of(module))
+        heard = agree(mesh.channel, f"{self._name}: forward", note, mine)
+        if others := [rank for rank, theirs in enumerate(heard) if theirs[_DIGEST:] != heard[0][_DIGEST:]]:
+            raise CommError(
+                f"{self._name}: ranks {others} of the grid have other weights than rank 0, so each tile would"
+                " be computed by another model; call torch.manual_seed() alike on all ranks before the model"
+                " is made, or commsched.broadcast_parameters(model.state_dict(), root_rank=0)"
+            )
+        self._compared = True
+        if mesh.channel.own_generator and len({theirs[:_DIGEST] for theirs in heard}) > 1:
             generators.share(mesh, self._name)
         try:
             known = (shapes, modes)

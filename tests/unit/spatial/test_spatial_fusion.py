@@ -183,11 +183,12 @@ def test_models_train_as_in_one_process(name: str, fuse: int, overlap: str, grid
 def test_no_user_sees_a_halo() -> None:
     """Hooks, and outputs in objects, had rows of the neighbours in ``.local``."""
 
+    whole = nn.Sequential(*(nn.Conv2d(1, 1, 3, padding=1) for _ in range(3)))
+
     def run(channel: Channel) -> None:
-        mesh = spatial.Mesh(channel, (2, 1), (-2, -1))
-        layers, heights = [nn.Conv2d(1, 1, 3, padding=1) for _ in range(3)], []
-        first = spatial.shard(nn.Sequential(*layers), (2, 1), channel=channel, fuse_halo=3)
-        for layer in layers:
+        mesh, heights = spatial.Mesh(channel, (2, 1), (-2, -1)), []
+        first = spatial.shard(copy.deepcopy(whole), (2, 1), channel=channel, fuse_halo=3)
+        for layer in first:
             layer.register_forward_hook(lambda _, args, output: heights.append(output.local.shape[2]))
         tile = spatial.scatter(torch.zeros(1, 1, 16, 16), mesh)
         first(tile)
@@ -266,8 +267,10 @@ def test_cost_counts_fetches_bytes_and_work() -> None:
 
 
 def test_auto_measures_once_and_agrees() -> None:
+    whole = nn.Sequential(nn.Conv2d(1, 1, 3), nn.Conv2d(1, 1, 3))
+
     def run(channel: Channel) -> tuple:
-        model = spatial.shard(nn.Sequential(nn.Conv2d(1, 1, 3), nn.Conv2d(1, 1, 3)), (1, 2), channel=channel)
+        model = spatial.shard(copy.deepcopy(whole), (1, 2), channel=channel)
         for size in (8, 8, 12):
             model(spatial.scatter(torch.zeros(1, 1, size, size)))
         return spatial.current_mesh().rates

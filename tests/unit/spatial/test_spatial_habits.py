@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from commsched import spatial
 from commsched.channels import Channel
+from commsched.errors import CommError
 from tests.support.rounding import rounding
 from tests.support.spatial_cases import on_threads
 
@@ -351,6 +352,17 @@ def test_tiles_of_another_grid_are_refused() -> None:
     on_threads(2, work)
 
 
+def test_ranks_with_other_weights_are_told() -> None:
+    """Each tile was computed by another model."""
+
+    def work(channel: Channel) -> None:
+        model = spatial.shard(net(seed=channel.rank), GRID, channel=channel)
+        with pytest.raises(CommError, match=r"ranks \[1\] of the grid have other weights than rank 0"):
+            model(spatial.scatter(image()))
+
+    on_threads(2, work)
+
+
 def test_tiles_of_two_grids_do_not_meet() -> None:
     """Shapes fitted: a loss compared each rank's columns with other ones."""
 
@@ -462,8 +474,10 @@ def test_what_comes_in_and_goes_out_is_checked() -> None:
 
 
 def test_types_and_channels_are_those_of_one_process() -> None:
+    whole = nn.Sequential(nn.ConvTranspose2d(2, 3, 2, 2), nn.ReLU())
+
     def work(channel: Channel) -> None:
-        model = spatial.shard(nn.Sequential(nn.ConvTranspose2d(2, 3, 2, 2), nn.ReLU()), GRID, channel=channel)
+        model = spatial.shard(copy.deepcopy(whole), GRID, channel=channel)
         x = image().float()
         with torch.autocast("cpu", torch.bfloat16):
             assert model(spatial.scatter(x)).dtype == torch.bfloat16
@@ -568,9 +582,10 @@ def test_class_weights_with_any_index_to_ignore() -> None:
 
 
 def test_gradients_of_two_types_are_summed() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1).double())
+
     def work(channel: Channel) -> Any:
-        model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1).double())
-        mine = spatial.shard(Casts(model), GRID, channel=channel)
+        mine = spatial.shard(Casts(copy.deepcopy(model)), GRID, channel=channel)
         mine(spatial.scatter(image().float())).sum().backward()
         spatial.sum_gradients(mine.parameters())
         return [p.grad.dtype for p in mine.parameters()]

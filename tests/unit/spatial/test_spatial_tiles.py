@@ -378,8 +378,10 @@ def test_a_model_returns_its_own_class_of_output() -> None:
             output["logits"] = super().forward(x)
             return output
 
+    whole = Model(1, 1, 3, padding=1)
+
     def run(channel: Channel) -> None:
-        model = spatial.shard(Model(1, 1, 3, padding=1), (1, 2), channel=channel, fuse_halo="off")
+        model = spatial.shard(copy.deepcopy(whole), (1, 2), channel=channel, fuse_halo="off")
         output = model(spatial.scatter(torch.zeros(1, 1, 4, 6)))
         assert type(output) is Output and output.logits is output["logits"]
 
