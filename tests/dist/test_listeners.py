@@ -62,6 +62,7 @@ def program() -> None:
     check("pipeline")
     pipeline.close()
 
+    torch.manual_seed(0)
     tiled = spatial.shard(nn.Conv2d(1, 1, 3, padding=1), grid=(1, 2))
     tiled(spatial.scatter(torch.ones(1, 1, 8, 8))).local.sum().backward()
     check("tiles")
