@@ -270,14 +270,14 @@ def total(x: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:
 
 def spread(x: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:
     """A replicated value that tiles use: its gradient is the sum of the contributions of all tiles."""
-    return x.view_as(x)
+    return x[...]  # not view_as(): see fetch.same
 
 
 def once(x: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:
     """A parameter that meets a replicated value: its gradient counts on the first rank along ``axes`` only,
     so that the sum over tiles is right.
     """
-    return x.view_as(x)
+    return x[...]  # not view_as(): see fetch.same
 
 
 def _counted(grad: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:

@@ -42,6 +42,11 @@ FOUND = [
     },
     # A dry run for halos met a tensor with data that the forward had made.
     {"layers": (("shapes", 6), ("residual", 0)), "options": FUSED},
+    # One sample in channels_last, of which the interior is computed by itself: wrong gradients of the weight.
+    {
+        "layers": (("conv", 891634),), "image": (10, 8), "grid": (2, 2), "channels_last": True,
+        "options": {"overlap": "on", "fuse_halo": "off"}, "steps": (Step(rows=1),),
+    },
     # Pixel unshuffle was refused.
     {"layers": (("shuffle", 0), ("residual", 0)), "image": (6, 10)},
 ]  # fmt: skip
