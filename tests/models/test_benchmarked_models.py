@@ -21,7 +21,7 @@ TINY = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attent
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    ranks = SimpleNamespace(rank=lambda: 0, size=lambda: 1, barrier=lambda: None)
     monkeypatch.setattr(module, "connected", lambda library, job: ranks)
 
 
