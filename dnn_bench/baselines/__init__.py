@@ -59,6 +59,11 @@ class Baseline:
         """Return the job as this baseline trains it."""
         return replace(job, **self.changes)
 
+    def for_ranks(self) -> dict[str, Any]:
+        """Return what a rank makes its trainer of; an older checkout may lack the other fields."""
+        fields = ("name", "kind", "trainer", "options", "needs", "changes")
+        return {name: getattr(self, name) for name in fields}
+
     def compared(self, job: Job) -> Job:
         """Return the job as the process trains it that this baseline is compared with."""
         return replace(self.adapt(job), sparse_embeddings=False) if self.sums_rows else self.adapt(job)

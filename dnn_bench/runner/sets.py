@@ -45,7 +45,7 @@ class RankSet:
 
     def start(self, timeout: float = START_TIMEOUT) -> None:
         """Returns when every rank has built its model and found the others."""
-        described = [json.dumps(asdict(self.baseline)), json.dumps(asdict(self.job))]
+        described = [json.dumps(self.baseline.for_ranks()), json.dumps(asdict(self.job))]
         program = ["-m", "dnn_bench.runner.worker", self.address, *described]
         with (
             Listener(self.address, "AF_UNIX", backlog=self.place.size) as listener,

@@ -48,6 +48,16 @@ def test_a_checkout_without_the_built_extension_is_refused(tmp_path: Path) -> No
         baselines.get(f"auto@{tmp_path}")
 
 
+def test_ranks_of_an_older_checkout_get_what_its_class_knows() -> None:
+    """`auto@OLD` failed with a field that is younger than OLD."""
+    entry = baselines.get("auto_sparse")
+    given = entry.for_ranks()
+    assert not {"searches", "sums_rows", "exact", "per_host"} & set(given)
+    ranks = baselines.Baseline(**given)
+    assert (ranks.trainer, ranks.options) == (entry.trainer, entry.options)
+    assert ranks.adapt(JOB) == entry.adapt(JOB)
+
+
 def test_two_checkouts_in_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
     """The second took the place of the first without a word."""
     for parent in "ab":
