@@ -477,6 +477,7 @@ class Timeline:
         # Engine and watch use this host's monotonic clock; hosts can only be compared by the time of day.
         self._offset = time.time() - time.monotonic()
         self._events: list[dict[str, Any]] = []
+        self._file.parent.mkdir(parents=True, exist_ok=True)
         self._part().unlink(missing_ok=True)
         link_gate().record(True)
 

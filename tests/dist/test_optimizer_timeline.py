@@ -23,7 +23,7 @@ def train() -> None:
 
 
 def test_one_file_with_every_ranks_phases_operations_and_waits(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.json"
+    trace = tmp_path / "made" / "for it" / "trace.json"  # in a folder that nobody else makes
     ranks = run_ranks(train, RANKS, env={"COMMSCHED_TIMELINE": str(trace)}, check=True)
     assert [rank.stdout.strip() for rank in ranks] == ["measured in this run, beside the traffic"] * RANKS
     found = json.loads(trace.read_text())
