@@ -399,16 +399,24 @@ class ShardedStep(StepMode):
             self.backend.mark_updated(bucket)
 
     def _update_others(self, optimizer: Any) -> None:
-        """Update frozen parameters that still have a gradient, because plain PyTorch does."""
+        """Update parameters outside of the plan that have a gradient: frozen ones, as plain PyTorch does, and
+        those that were unfrozen since. Those of half precision get a master, which the next plan divides.
+        """
         if not self.round.frozen():
             return
         together = self.round.frozen_sharing() if self.shards.whole and self._early is None else ()
         known = {id(param) for param in (*self.round.params, *together)}
-        others = [
-            {**group, "params": [p for p in group["params"] if id(p) not in known]}
-            for group in optimizer.param_groups
-        ]
-        OptimizerView(optimizer, optimizer._base).step([group for group in others if group["params"]])
+        others = [p for p in optimizer._every_param() if id(p) not in known and raw_grad(p) is not None]
+        state = optimizer.__dict__["state"]
+        halves = [p for p in others if self._masters and p.dtype in HALVES]
+        leaves = {param: _take_whole_master(param, state) for param in halves}
+        groups = groups_of_leaves(optimizer, [(p, leaves.get(p, p)) for p in others], state)
+        try:
+            OptimizerView(optimizer, optimizer._base).step(groups)
+        finally:
+            for param, leaf in leaves.items():
+                state[param] = {**state.pop(leaf, {}), KEY: leaf.detach()}
+                param.detach().copy_(leaf.detach())
 
     def _wait_reduced(self, bucket: int) -> None:
         self.round.timed(f"the sums of bucket {bucket}", self.backend.wait_reduced, bucket)
@@ -989,6 +997,21 @@ HALVES = (torch.float16, torch.bfloat16)
 def take_written(master: torch.Tensor, weight: torch.Tensor) -> None:
     """Replace the master's elements that do not round to the weight's."""
     master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
+
+
+def _take_whole_master(param: nn.Parameter, state: dict[Any, Any]) -> nn.Parameter:
+    """Return a float32 master of a whole parameter, with its gradient; it takes over the state."""
+    own = state.pop(param, {})
+    leaf = nn.Parameter(own.pop(KEY, param.detach()).float())
+    take_written(leaf.detach(), param.detach())
+    grad = raw_grad(param)
+    leaf.grad = None if grad is None else grad.float()
+    if own:  # else a first update finds no state
+        halves = {
+            key for key, value in own.items() if by_element(key, value, param) and value.dtype in HALVES
+        }
+        state[leaf] = {key: value.float() if key in halves else value for key, value in own.items()}
+    return leaf
 
 
 def state_dict_with(optimizer: Any, base: type[Optimizer], whole: OptimizerState) -> dict[str, Any]:

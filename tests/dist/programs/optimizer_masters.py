@@ -318,6 +318,26 @@ def new_plans_and_other_parameters_keep_masters(me: Me) -> None:
 
 
 @case(ranks=(2,))
+def a_master_begins_with_the_first_update(me: Me) -> None:
+    """Layers that were frozen when they were wrapped made their first update in half precision."""
+
+    def frozen() -> nn.Module:
+        model = even()()
+        model.second.weight.requires_grad_(False)
+        return model
+
+    for make in (adam, momentum):
+        twin = MasterTwin(me, frozen, make)
+        for step in range(5):
+            if step == 2:
+                twin.both(lambda m: m.second.weight.requires_grad_(True))
+            twin.step(loss(step))
+            assert len(masters_of(twin)) == 2 + (step >= 2), step
+            twin.compare_update(f"step {step}")
+        release(twin.optimizer)
+
+
+@case(ranks=(2,))
 def state_with_masters_is_broadcast(me: Me) -> None:
     twin = MasterTwin(me, even(), adam)
     for step in range(4):
