@@ -95,6 +95,7 @@ from commsched.optimizer.measuring import Watch, profiled
 from commsched.optimizer.pending import (
     Access,
     clear_pending,
+    clear_raw_grad,
     mark_pending,
     raw_grad,
     release_class,
@@ -317,6 +318,9 @@ class Round:
             for i in range(len(self.gradients))
         ]
         self.has_company: Callable[[], bool] = lambda: False  # whether this rank has other optimizers
+        # Parameters that user code has put into the optimizer's groups by hand, until step() plans for them.
+        self.strangers: Callable[[], list[nn.Parameter]] = list
+        self._refused: list[nn.Parameter] = []  # those of them whose gradients cannot be read
         # A weak reference to what installs the plan that the next round begins with.
         self.take_up: Callable[[], Callable[[], None] | None] | None = None
         self._installed = self.closed = self._draining = False
@@ -759,6 +763,9 @@ class Round:
             self._missing = [1] * self.flags_bucket
             self._send(unsent)
             self._send_flags()
+            for param in self.strangers():
+                if type(param) is nn.Parameter:
+                    self._refuse_reading(param)
             self.state, self.send_at_end, self._is_first = State.SENT, False, False
             pending = [gradient for gradient in self.reduced if not gradient.exposed]
             self.pending = len(pending)
@@ -772,6 +779,27 @@ class Round:
                 self.complete(unguarded)
             if self.mode.updates_early:
                 self.guard()  # nobody reads what each rank has updated in part
+
+    def _refuse_reading(self, param: nn.Parameter) -> None:
+        """Refuse to show a gradient that only ``step()`` reduces: scripts would clip it beside sums."""
+
+        def refuse() -> None:
+            raise ValueError(
+                f"rank {self.ranks.rank}: a parameter of shape {tuple(param.shape)} was put into"
+                " optimizer.param_groups by hand, so its gradient is this rank's alone until step(); call"
+                " optimizer.add_param_group() instead, on all ranks, before the backward"
+            )
+
+        def replace(grad: torch.Tensor | None) -> bool:
+            set_raw_grad(param, grad)
+            clear_pending(param)
+            return True
+
+        def clear(set_to_none: bool) -> bool:
+            return replace(None if set_to_none else torch.zeros_like(param, requires_grad=False))
+
+        self._refused.append(param)
+        mark_pending(param, Access(refuse, replace, clear), only_grad=True)
 
     def _check_sums(self) -> None:
         for gradient in self.reduced:
@@ -1321,6 +1349,9 @@ class Round:
                 if gradient.exposed:
                     gradient.apply_clear()
             self.mode.cleared(set_to_none)
+            for param in self.strangers():
+                clear_pending(param)
+                clear_raw_grad(param, set_to_none)
             for gradient in there if not set_to_none else ():
                 gradient.show_zeros()
             if raised:
@@ -1436,6 +1467,8 @@ class Round:
                 release_class(gradient.param)
                 gradient.place(None)
                 gradient.local = gradient.apart = None
+            for param in self._refused:
+                clear_pending(param)
             if self._installed:
                 self._finish()  # the optimizer's state can be read without waiting for anybody
             self.mode.close()

@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import operator
 import os
 import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -199,6 +200,8 @@ class Session:
         )
         self.round.apart = bool(self.planner.sparse)
         self.round.has_company = partial(_has_company, ranks)
+        self._every, self._known = optimizer._every_param(), planned.union(map(id, outside))
+        self.round.strangers = partial(_strangers, self._wrapped, self._every, self._known)
         self.round.compare_every, self.round.digest_of = self._agreement.every, self._agreement.digest
         self._next: Plan | None = None  # which the next round takes into use
         self._parts.round = self.round
@@ -208,7 +211,7 @@ class Session:
         self.install(self.planner.first(self.order))
         tied = TiedWeights(self.round, self.planner.heads, self.planner.model.head_of)
         self.hooks = self._parts.hooks = Hooks(self.round, modules, options.bucket_bytes, tied)
-        self._planned, self._known = planned, planned.union(map(id, outside))
+        self._planned = planned
         self._made_for = _kinds(params)
         self.profile: Profile | None = None
         self._measuring: Measuring | None = None
@@ -229,7 +232,8 @@ class Session:
         """Make a new plan before gradients are used, if user code has exchanged parameters in the groups."""
         if isinstance(self.mode, ShardedStep):
             self.mode.check_fits()
-        if self._known != set(map(id, self._optimizer._every_param())):
+        every = self._optimizer._every_param()
+        if not _same(every, self._every) and self._known != set(map(id, every)):
             self.begin_anew()
 
     def begin_anew(self, add: Callable[[], None] = lambda: None) -> None:
@@ -590,6 +594,18 @@ class Session:
 def _trained(optimizer: Any) -> list[nn.Parameter]:
     with torch._C.DisableTorchFunctionSubclass():
         return [p for p in optimizer._every_param() if p.requires_grad]
+
+
+def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    """Return whether two lists hold the same objects in the same order: half the time of sets of ids."""
+    return len(these) == len(those) and all(map(operator.is_, these, those))
+
+
+def _strangers(of: Callable[[], Any], every: Sequence[Any], known: Container[int]) -> list[nn.Parameter]:
+    """Return the parameters of this optimizer's groups, once ``every``, that have no ``known`` id."""
+    optimizer = of()
+    now = every if optimizer is None else optimizer._every_param()
+    return [] if _same(now, every) else [param for param in now if id(param) not in known]
 
 
 def _shares(optimizer: Any) -> bool:

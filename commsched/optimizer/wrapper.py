@@ -236,9 +236,13 @@ class DistributedMethods(Optimizer):
         return [(names[p], p) for p in self._every_param()]
 
     def _names(self) -> dict[nn.Parameter, str]:
-        """Return the parameters' names, with numbers for those that were added later."""
+        """Return the parameters' names, with numbers for those that were added later.
+
+        Numbers are not places: those that user code has taken out of a group keep theirs.
+        """
         names = self._parameter_names
-        later = {p: f"parameter.{i}" for i, p in enumerate(self._every_param()) if p not in names}
+        unnamed = (p for p in self._every_param() if p not in names)
+        later = {p: f"parameter.{i}" for i, p in enumerate(unnamed, len(names))}
         self._parameter_names = names = names | later
         return names
 

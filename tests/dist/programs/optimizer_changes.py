@@ -147,6 +147,39 @@ def parameters_without_a_name_may_be_added(me: Me) -> None:
 
 
 @case(ranks=(2,))
+def groups_may_be_edited_by_hand(me: Me) -> None:
+    """``zero_grad()`` left the new parameters' gradients, and their names could be those of others."""
+
+    def some(model: nn.Module) -> torch.optim.Optimizer:
+        later = {*model.branch[1].parameters(), *model.branch[3].parameters()}
+        return torch.optim.SGD([p for p in model.parameters() if p not in later], lr=0.05)
+
+    ways = ((None, "gradients"), (None, "parameters"), ("plain", "gradients"))
+    for (transport, gather), op in product(ways, (hvd.Average, hvd.Sum)):
+        model, plain = seeded(branches64), seeded(branches64)
+        optimizer: Any = hvd.DistributedOptimizer(some(model), op=op, gather=gather, transport=transport)
+        oracle = Oracle(plain, some(plain), me.size, sums=op == hvd.Sum)
+        for step in range(4):
+            used = using(step, 0, 1, 2) if step < 3 else using(step, 0, 1, 2, 3)
+            if step == 1:
+                for each, one in ((model, optimizer), (plain, oracle.optimizer)):
+                    params = one.param_groups[0]["params"]
+                    del params[0]
+                    params += [*each.branch[3].parameters(), *each.branch[1].parameters()]
+                    one.zero_grad(set_to_none=False)
+            used(model, me.rank).backward()
+            oracle.backward(used)
+            if step == 1 and not transport:
+                with pytest.raises(ValueError, match="add_param_group"):
+                    nn.utils.clip_grad_norm_(model.branch[1].parameters(), 1.0)
+            for one in (optimizer, oracle.optimizer):
+                one.step()
+                one.zero_grad()
+        assert_close(model, plain, terms_of(plain, 1), f"{transport}, {gather}")
+        release(optimizer)
+
+
+@case(ranks=(2,))
 def gradients_are_reduced_again_after_a_change_within_no_sync(me: Me) -> None:
     """The new buckets once stayed paused for ever."""
     twin = Twin(me, Branches)
