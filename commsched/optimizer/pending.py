@@ -160,7 +160,10 @@ def mark_pending(parameter: nn.Parameter, access: Access, only_grad: bool = Fals
         parameter.__class__ = PendingGradient if only_grad else PendingParameter
 
 
-def clear_pending(parameter: nn.Parameter) -> None:
+def clear_pending(parameter: nn.Parameter, only: Access | None = None) -> None:
+    """Intercept no access more, or not ``only`` these: another optimizer may have marked it since."""
+    if only is not None and _accesses.get(id(parameter)) is not only:
+        return
     if _accesses.pop(id(parameter), None) is not None:
         _only_gradients.discard(id(parameter))
         if type(parameter) is not CompiledParameter:
@@ -257,6 +260,10 @@ def set_raw_grad(parameter: torch.Tensor, grad: torch.Tensor | None) -> None:
         return
     with torch._C.DisableTorchFunctionSubclass():
         parameter.grad = grad
+
+
+def is_pending(parameter: nn.Parameter) -> bool:
+    return id(parameter) in _accesses
 
 
 def clear_raw_grad(parameter: torch.Tensor, set_to_none: bool) -> bool:

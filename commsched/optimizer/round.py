@@ -96,6 +96,7 @@ from commsched.optimizer.pending import (
     Access,
     clear_pending,
     clear_raw_grad,
+    is_pending,
     mark_pending,
     raw_grad,
     release_class,
@@ -320,7 +321,7 @@ class Round:
         self.has_company: Callable[[], bool] = lambda: False  # whether this rank has other optimizers
         # Parameters that user code has put into the optimizer's groups by hand, until step() plans for them.
         self.strangers: Callable[[], list[nn.Parameter]] = list
-        self._refused: list[nn.Parameter] = []  # those of them whose gradients cannot be read
+        self._refused: list[tuple[nn.Parameter, Access]] = []  # those of them whose gradients cannot be read
         # A weak reference to what installs the plan that the next round begins with.
         self.take_up: Callable[[], Callable[[], None] | None] | None = None
         self._installed = self.closed = self._draining = False
@@ -764,7 +765,7 @@ class Round:
             self._send(unsent)
             self._send_flags()
             for param in self.strangers():
-                if type(param) is nn.Parameter:
+                if type(param) is nn.Parameter:  # else another optimizer's sum may be on its way
                     self._refuse_reading(param)
             self.state, self.send_at_end, self._is_first = State.SENT, False, False
             pending = [gradient for gradient in self.reduced if not gradient.exposed]
@@ -798,8 +799,14 @@ class Round:
         def clear(set_to_none: bool) -> bool:
             return replace(None if set_to_none else torch.zeros_like(param, requires_grad=False))
 
-        self._refused.append(param)
-        mark_pending(param, Access(refuse, replace, clear), only_grad=True)
+        access = Access(refuse, replace, clear)
+        self._refused.append((param, access))
+        mark_pending(param, access, only_grad=True)
+
+    def _show_refused(self) -> None:
+        for param, access in self._refused:
+            clear_pending(param, access)
+        self._refused.clear()
 
     def _check_sums(self) -> None:
         for gradient in self.reduced:
@@ -1349,9 +1356,10 @@ class Round:
                 if gradient.exposed:
                     gradient.apply_clear()
             self.mode.cleared(set_to_none)
+            self._show_refused()
             for param in self.strangers():
-                clear_pending(param)
-                clear_raw_grad(param, set_to_none)
+                if not is_pending(param):
+                    clear_raw_grad(param, set_to_none)
             for gradient in there if not set_to_none else ():
                 gradient.show_zeros()
             if raised:
@@ -1467,8 +1475,7 @@ class Round:
                 release_class(gradient.param)
                 gradient.place(None)
                 gradient.local = gradient.apart = None
-            for param in self._refused:
-                clear_pending(param)
+            self._show_refused()
             if self._installed:
                 self._finish()  # the optimizer's state can be read without waiting for anybody
             self.mode.close()
