@@ -78,6 +78,36 @@ def accumulating(model: nn.Module, optimizers: Iterable[Any], replica: Replica |
         yield
 
 
+def reduce_before_step(optimizers: Iterable[Any], parameters: Iterable[torch.Tensor] | None = None) -> None:
+    """Let the gradients that a trainer clips or unscales next be the reduced ones, also in ``step()``.
+
+    ``parameters`` leaves out optimizers that update none of these: their backwards may be unfinished.
+    """
+    wanted = None if parameters is None else {id(param) for param in parameters}
+    for optimizer in optimizers:
+        if not isinstance(optimizer, DistributedMethods):
+            continue
+        if wanted is None or any(
+            id(p) in wanted for group in optimizer.param_groups for p in group["params"]
+        ):
+            optimizer.reduce_before_step()
+
+
+class UnscalesReduced:
+    """Mixed in before a GradScaler's class: all ranks look for infinite values in the same gradients.
+
+    With those of each rank, one rank would leave out the step in which the others wait for it.
+    """
+
+    def unscale_(self, optimizer: Any) -> None:
+        reduce_before_step([optimizer])
+        super().unscale_(optimizer)  # type: ignore[misc]
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        reduce_before_step([optimizer])
+        return super().step(optimizer, *args, **kwargs)  # type: ignore[misc]
+
+
 # -- keeps the ranks' copies of a model equal as ``DistributedDataParallel`` does ----------------------------
 
 # Rank 0's parameters and buffers are sent once, its buffers again later: a forward may write to them.

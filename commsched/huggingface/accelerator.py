@@ -16,8 +16,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from commsched.collectives.operations import Adasum
 from commsched.huggingface.job import check_ranks, joined
-from commsched.integrations import Replica, UnclaimedGradients, accumulating, split_options
+from commsched.integrations import (
+    Replica,
+    UnclaimedGradients,
+    UnscalesReduced,
+    accumulating,
+    reduce_before_step,
+    split_options,
+)
 from commsched.optimizer.distributed import DistributedOptimizer
 from commsched.optimizer.wrapper import DistributedMethods
 
@@ -74,6 +82,11 @@ class Accelerator(accelerate.Accelerator):
             _refuse(
                 "a GradScaler with gather='parameters'", "use gather='gradients' or mixed_precision='bf16'"
             )
+        if self.scaler is not None:
+            if options.get("op") == Adasum:
+                _refuse("a GradScaler with op=Adasum", "use op=Average or mixed_precision='bf16'")
+            kind_of_scaler = type(self.scaler)
+            self.scaler.__class__ = type(kind_of_scaler.__name__, (UnscalesReduced, kind_of_scaler), {})
         hook = DDPCommunicationHookType(getattr(self.ddp_handler, "comm_hook", "no"))
         if hook != DDPCommunicationHookType.NO:
             _refuse(f"DDP's comm_hook {hook.value}", "pass commsched={'compression': Compression.fp16}")
@@ -186,12 +199,17 @@ class Accelerator(accelerate.Accelerator):
                     f" optimizer at once, but got {len(given)} of which {len(given & trained)} are that"
                     " optimizer's; use gather='gradients' to clip some or those of several optimizers"
                 )
+        self._reduce_before_step(parameters)
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        for optimizer in self.sharded_optimizers():
-            optimizer.synchronize()
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._reduce_before_step(parameters)
         super().clip_grad_value_(parameters, clip_value)
+
+    def _reduce_before_step(self, parameters: list[torch.Tensor]) -> None:
+        if self.sync_gradients:  # else gradients still accumulate on each rank, as in DDP
+            reduce_before_step(self._distributed_optimizers(), parameters)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:

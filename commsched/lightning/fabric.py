@@ -51,8 +51,8 @@ class FabricStrategy(DDPStrategy):
         return wrapped
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        if self._job.shards and getattr(self.precision, "scaler", None) is not None:
-            optimizer.synchronize()
+        if getattr(self.precision, "scaler", None) is not None:
+            optimizer.reduce_before_step()
         return super().optimizer_step(optimizer, **kwargs)
 
     def clip_gradients_norm(
@@ -63,7 +63,8 @@ class FabricStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Any:
-        if not self._job.shards:
+        if optimizer._shards is None:
+            optimizer.reduce_before_step()
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         if getattr(self.precision, "scaler", None) is not None:
             optimizer.synchronize()
@@ -71,8 +72,7 @@ class FabricStrategy(DDPStrategy):
         return optimizer.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
-        if self._job.shards:
-            optimizer.synchronize()
+        optimizer.reduce_before_step()
         super().clip_gradients_value(module, optimizer, clip_val)
 
     def teardown(self) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from commsched.collectives.sync_batch_norm import SyncBatchNorm
-from commsched.integrations import Replica, accumulating
+from commsched.integrations import Replica, accumulating, reduce_before_step
 from commsched.lightning.job import LightningJob, strategy_options
 from commsched.lightning.job import trainer as lightning
 
@@ -64,9 +64,8 @@ class Strategy(DDPStrategy):
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        if self._job.shards:
-            self.precision_plugin.clip_grad_by_norm = _clip_by_norm
-            self.precision_plugin.clip_grad_by_value = self._clip_by_value
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
+        self.precision_plugin.clip_grad_by_value = self._clip_by_value
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
@@ -104,12 +103,12 @@ class Strategy(DDPStrategy):
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         """Run the closure and update; hooks between both see the reduced gradients."""
-        if not (self._job.shards and self._hooks_read_gradients()):
+        if not self._hooks_read_gradients():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
         def reduced() -> Any:
             result = closure()
-            optimizer.synchronize()
+            reduce_before_step([optimizer])
             return result
 
         return super().optimizer_step(optimizer, reduced, model, **kwargs)
@@ -124,13 +123,16 @@ class Strategy(DDPStrategy):
             or any(is_overridden("on_before_optimizer_step", one) for one in module.trainer.callbacks)
         )
 
+    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        if getattr(optimizer, "_shards", None) is not None:
+            optimizer.clip_grad_norm_(clip_val)
+            return
+        reduce_before_step([optimizer])
+        type(self.precision_plugin).clip_grad_by_norm(self.precision_plugin, optimizer, clip_val)
+
     def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
-        optimizer.synchronize()
+        reduce_before_step([optimizer])
         type(self.precision_plugin).clip_grad_by_value(self.precision_plugin, optimizer, clip_val)
-
-
-def _clip_by_norm(optimizer: Any, clip_val: float) -> None:
-    optimizer.clip_grad_norm_(clip_val)
 
 
 _DESCRIPTION = "Communication scheduled by commsched, without DDP's wrapper"

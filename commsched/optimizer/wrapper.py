@@ -214,6 +214,18 @@ class DistributedMethods(Optimizer):
         self._synchronize()
         self._synchronized = self._options.gather == "gradients"
 
+    def reduce_before_step(self) -> None:
+        """Let every ``p.grad`` be the reduced gradient, for a trainer that clips or unscales it next.
+
+        Unlike after ``synchronize()``, ``step()`` does not reduce these gradients again, so the trainer's
+        ``step()`` needs no ``skip_synchronize()``. Whole gradients with a plan need nothing: reading them
+        waits. With Adasum gradients stay each rank's own.
+        """
+        if self._unplanned is not None:
+            self._unplanned.reduce_once(self._named())
+        elif self._shards is not None:
+            self.synchronize()
+
     def _synchronize(self) -> None:
         self._divide_alone()
         if self._unplanned is not None:
@@ -337,15 +349,18 @@ class DistributedMethods(Optimizer):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scale all gradients to a total norm of at most ``max_norm``; return the norm they had."""
-        if self._unplanned is not None:
+        if self._unplanned is not None and self._unplanned.op == Adasum:
             raise ValueError(
-                "without a plan, call synchronize() and torch.nn.utils.clip_grad_norm_(), then step() within"
-                " skip_synchronize()"
+                "Adasum combines updates, so there are no reduced gradients to clip; clip those of each rank"
+                " with torch.nn.utils.clip_grad_norm_()"
             )
         if self._shards is not None:
             with self._sent():
                 return self._shards.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
-        self._synchronize()
+        if self._unplanned is not None:
+            self.reduce_before_step()
+        else:
+            self._synchronize()
         return nn.utils.clip_grad_norm_(self._every_param(), max_norm, norm_type, error_if_nonfinite)
 
     # -- state and profile -----------------------------------------------------------------------------------
@@ -543,6 +558,19 @@ class Unplanned:
     groups: list[list[torch.Tensor]] | None
     # The last result of each parameter, and its version: one that is frozen since is not reduced again.
     _results: dict[torch.Tensor, tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=dict)
+    # Parameters whose gradients ``reduce_once`` has reduced and no backward has added to: the next reduction
+    # leaves them out, whatever a trainer has done to the gradients since.
+    _reduced: set[torch.Tensor] = field(default_factory=set)
+    _watched: set[torch.Tensor] = field(default_factory=set)
+
+    def reduce_once(self, named: Named) -> None:
+        """Reduce gradients before ``step()``, which then reduces only what a backward adds to afterwards."""
+        self.reduce(named)
+        self._reduced.update(p for _, p in named)
+        for p in self._reduced - self._watched:
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(self._reduced.discard)
+                self._watched.add(p)
 
     def reduce(self, named: Named) -> None:
         """Combine these parameters' gradients over the ranks, except for Adasum, which combines updates."""
@@ -557,6 +585,7 @@ class Unplanned:
             finish += [self._start_sparse(name, p) for name, p in group if kinds[name] == "sparse"]
         for end in finish:
             end()
+        self._reduced.clear()
 
     def _put(self, p: torch.Tensor, result: torch.Tensor) -> None:
         p.grad = result
@@ -584,7 +613,9 @@ class Unplanned:
         """Return which gradients exist on any rank; others must stay None, or momentum would move them."""
         counts = torch.zeros(2, len(named), dtype=torch.int32)
         for i, (_, p) in enumerate(named):
-            if p.grad is not None and (p.requires_grad or not self._is_result(p, p.grad)):
+            if p.grad is None or p in self._reduced:
+                continue
+            if p.requires_grad or not self._is_result(p, p.grad):
                 counts[int(p.grad.is_sparse and not self.sparse_as_dense), i] = 1
         name, process_set = "optimizer.gradients", self.process_set
         counts = allreduce(counts, op=Sum, name=name, process_set=process_set)

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.models, pytest.mark.trainers]
 PROGRAMS = Path(__file__).with_name("programs")
 DDP = "ddp_find_unused_parameters_true"
 SHARDS = {"gather": "parameters"}
+PLAIN = {"transport": "plain"}
 Run = dict[str, Any]
 
 
@@ -97,21 +98,22 @@ def compare(runs: list[Run], ranks: int, tolerance: float) -> None:
 def test_two_ranks_give_the_bits_of_ddp(tmp_path: Path) -> None:
     """Under Lightning's own launcher, one run after the other in the same processes."""
     both = ({}, SHARDS)
+    all_three = (*both, PLAIN)
     adam = {"optimizer": "adam"}
     by_value = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     accumulate = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
     runs = [
         *pair(tmp_path, "plain", ours=({}, {"schedule": "dear"}, {"transport": "ring"}), module=adam),
-        *pair(tmp_path, "accumulate", ours=both, trainer=accumulate, norms=True),
-        *pair(tmp_path, "by value", ours=both, trainer=by_value),
+        *pair(tmp_path, "accumulate", ours=all_three, trainer=accumulate, norms=True),
+        *pair(tmp_path, "by value", ours=all_three, trainer=by_value),
         *pair(tmp_path, "early", ours=({**SHARDS, "early_step": True},), module=adam),
         *pair(tmp_path, "bfloat16", ours=both, trainer={"precision": "bf16-mixed"}),
         *pair(tmp_path, "all bfloat16", ours=both, trainer={"precision": "bf16-true"}, module=adam),
-        *pair(tmp_path, "scaler", ours=both, trainer={"gradient_clip_val": 0.3}, scaler=True),
+        *pair(tmp_path, "scaler", ours=all_three, trainer={"gradient_clip_val": 0.3}, scaler=True),
         *pair(tmp_path, "float64", trainer={"precision": "64-true"}, module={"dropout": 0.5}),
         *pair(tmp_path, "lbfgs", module={"optimizer": "lbfgs"}),
-        *pair(tmp_path, "gan", "gan", ours=both, manual_clip=True),
-        *pair(tmp_path, "fabric", "fabric", ours=both, accumulate=3, max_norm=0.1),
+        *pair(tmp_path, "gan", "gan", ours=all_three, manual_clip=True),
+        *pair(tmp_path, "fabric", "fabric", ours=all_three, accumulate=3, max_norm=0.1),
         *pair(tmp_path, "fabric by value", "fabric", fabric={"precision": "bf16-mixed"}, clip_val=0.01),
     ]
     run_all(runs, tmp_path, [])

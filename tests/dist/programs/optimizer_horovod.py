@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import commsched as hvd
+from commsched.integrations import UnscalesReduced, reduce_before_step
 from tests.support.small_models import loss_of, mlp, mlp64, plain_sgd, words64, words_loss
 from tests.support.cases import Me, case, main
 from tests.support.oracle import Oracle, assert_close, assert_same_bits, batch, release, seeded, terms_of
@@ -206,6 +207,82 @@ def process_sets_train_their_own_models(me: Me) -> None:
         assert_same_bits(model, plain, "a rank outside the set trains alone")
     me.everybody()
     hvd.remove_process_set(first)
+
+
+class Doubled:
+    """A compressor of one's own, which a plan cannot carry."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return tensor * 2, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, context: None) -> torch.Tensor:
+        return tensor / 2
+
+
+@case()
+def what_is_reduced_one_by_one_is_clipped_after_it(me: Me) -> None:
+    """As a trainer clips: ``step()`` comes later, by itself, and reduces nothing again."""
+    for options in ({"transport": "plain"}, {"compression": Doubled}, {"transport": "plain", "op": hvd.Sum}):
+        plain, model = seeded(mlp64), seeded(mlp64)
+        oracle = Oracle(plain, momentum(plain), me.size, sums="op" in options)
+        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), **options)
+        assert optimizer._unplanned is not None
+        for step in range(8):
+            oracle.optimizer.zero_grad()
+            optimizer.zero_grad()
+            if step % 4 == 3:  # a step that a script leaves out after clipping
+                loss_of(9)(model, me.rank).backward()
+                optimizer.clip_grad_norm_(1e-4)
+                model.zero_grad(set_to_none=step == 3)
+            loss_of(step)(model, me.rank).backward()
+            oracle.backward(loss_of(step))
+            norms = [
+                optimizer.clip_grad_norm_(0.05),
+                nn.utils.clip_grad_norm_(plain.parameters(), 0.05),
+            ]
+            assert norms[1] > 0.05 and torch.allclose(*norms), (options, step, norms)
+            if step % 2:
+                reduce_before_step([optimizer], model.parameters())
+                for net in (model, plain):
+                    nn.utils.clip_grad_value_(net.parameters(), 0.001)
+            optimizer.step()
+            oracle.optimizer.step()
+            assert_close(
+                model.parameters(), plain.parameters(), terms_of(plain, step + 1), f"{options} {step}"
+            )
+
+
+@case()
+def a_scaler_of_what_is_reduced_one_by_one(me: Me) -> None:
+    """Infinite gradients on one rank: all leave out the step, where the others waited for this rank."""
+
+    class Scaler(UnscalesReduced, torch.amp.GradScaler):
+        pass
+
+    plain, model = seeded(mlp64), seeded(mlp64)
+    oracle = Oracle(plain, momentum(plain), me.size)
+    optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), transport="plain")
+    ours, theirs = Scaler("cpu", init_scale=1024.0), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(6):
+        factor = float("inf") if step == 2 else 1.0
+
+        def loss(net: nn.Module, rank: int, step: int = step, factor: float = factor) -> torch.Tensor:
+            scaler = ours if net is model else theirs
+            return scaler.scale(loss_of(step)(net, rank) * (factor if rank == 0 else 1.0))
+
+        loss(model, me.rank).backward()
+        oracle.backward(loss)
+        for scaler, opt, net in ((ours, optimizer, model), (theirs, oracle.optimizer, plain)):
+            if step % 2:
+                scaler.unscale_(opt)
+                nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        assert ours.get_scale() == theirs.get_scale(), step
+        assert_close(model.parameters(), plain.parameters(), terms_of(plain, step + 1), f"step {step}")
 
 
 @case()

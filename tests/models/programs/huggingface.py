@@ -34,7 +34,8 @@ def classification_with_the_best_checkpoint(me: Me) -> None:
 def tokens_are_counted_over_all_ranks(me: Me) -> None:
     for more in ((), ("--average_tokens_across_devices", "False")):
         alike(me, "causal_language_model", "--gradient_accumulation_steps", "3", *more)
-    alike(me, "causal_language_model", "--gradient_accumulation_steps", "3", ours=SHARDS)
+    for ours in (SHARDS, {"transport": "plain"}):
+        alike(me, "causal_language_model", "--gradient_accumulation_steps", "3", ours=ours)
 
 
 @case()
