@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from commsched.spatial.fetch import Dim, fetch, make_plan
 from commsched.spatial.intervals import Run, Split, Want
@@ -103,19 +105,80 @@ def regrid(tile: Tile, grid: Sequence[int]) -> Tile:
 
 def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh | None = None) -> None:
     """Make every ``.grad`` the whole gradient: the sum over tiles, in rank order, the same bits on every
-    rank; None where no tile has one."""
+    rank; None where no tile has one. Call it once, after the last backward of an accumulation.
+    """
     mesh = mesh or current_mesh()
     chosen = [p for p in parameters if p.requires_grad]
     if not chosen:
         return
     grads = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in chosen]
-    used = torch.tensor([p.grad is not None for p in chosen], device=grads[0].device)
-    flat = torch.cat([*grads, used])
-    total = sum_in_order(everyone(flat, mesh, tuple(range(len(mesh.grid))), "sum of gradients"))
-    *sums, counts = total.split([*map(len, grads), len(chosen)])
-    some = [True] * len(chosen) if counts.is_meta else counts.bool().tolist()
+    used = [p.grad is not None for p in chosen]
+    summed = [p in _sums and _sums[p].is_in(p, mesh) for p in chosen]
+    flat = torch.cat([*grads, torch.tensor([*used, *summed], device=grads[0].device)])
+    parts = everyone(flat, mesh, tuple(range(len(mesh.grid))), "sum of gradients")
+    *sums, counts, again = sum_in_order(parts).split([*map(len, grads), len(chosen), len(chosen)])
+    some = [True] * len(chosen) if flat.is_meta else counts.bool().tolist()
+    if not flat.is_meta and again.any():
+        ranks = [rank for rank, part in enumerate(parts) if part[-len(chosen) :].any()]
+        first = int(again.nonzero()[0])
+        raise ValueError(
+            f"rank {mesh.rank}: sum_gradients: on ranks {ranks}, the gradient of parameter {first} of shape "
+            f"{tuple(chosen[first].shape)} still contains the sum of an earlier call, which would be counted "
+            f"{mesh.size} times; call sum_gradients once, after the last backward of an accumulation, and clear"
+            " the gradients (optimizer.zero_grad()) before the next backward"
+        )
     for parameter, grad, has_one in zip(chosen, sums, some, strict=True):
         parameter.grad = grad.view(parameter.shape).to(parameter.dtype) if has_one else None
+        if has_one and mesh.size > 1 and not flat.is_meta:
+            _Sum(parameter, mesh)
+
+
+class _Sum:
+    """A parameter's ``.grad`` after `sum_gradients`, until it is cleared.
+
+    Gradients are cleared to None or to zeros, and the latter can only be seen before the next backward adds
+    to them: hooks of the parameter look there. They hold the parameter weakly, as it holds them.
+    """
+
+    def __init__(self, parameter: Tensor, mesh: Mesh) -> None:
+        assert parameter.grad is not None
+        if parameter in _sums:
+            _sums[parameter].forget()
+        self._parameter, self._mesh = weakref.ref(parameter), weakref.ref(mesh)
+        self._grad, self._version = TensorWeakRef(parameter.grad), parameter.grad._version
+        self._added = False
+        self._hooks = [
+            parameter.register_hook(self._before),
+            parameter.register_post_accumulate_grad_hook(self._after),
+        ]
+        _sums[parameter] = self
+
+    def forget(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, _: Tensor) -> None:
+        """Called before a backward adds a gradient, and by ``torch.autograd.grad``, which adds none."""
+        parameter = self._parameter()
+        if parameter is not None and not _is_some(parameter.grad):
+            self.forget()
+            _sums.pop(parameter, None)
+
+    def _after(self, _: Tensor) -> None:
+        self._added = True
+
+    def is_in(self, parameter: Tensor, mesh: Mesh) -> bool:
+        """Whether the sum is part of the gradient. A second sum may be over another mesh, of replicas."""
+        grad = parameter.grad
+        untouched = grad is not None and self._grad() is grad and grad._version == self._version
+        return (self._added or (untouched and self._mesh() is mesh)) and _is_some(grad)
+
+
+_sums: Any = WeakTensorKeyDictionary()
+
+
+def _is_some(grad: Tensor | None) -> bool:
+    return grad is not None and bool(grad.any())
 
 
 def _to_dtensor(tile: Tile) -> Any:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +128,77 @@ def test_a_parameter_that_no_tile_used_has_no_gradient() -> None:
         assert everywhere.grad.tolist() == [4.0] * 3
         assert once.grad is not None and once.grad.tolist() == [5.0] * 3
         assert never.grad is None
+
+    on_threads(2, run)
+
+
+def backward(parameter: nn.Parameter) -> None:
+    (parameter * 2).sum().backward()
+
+
+def clears_to_none(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+    backward(parameter)
+
+
+def clears_to_zeros(parameter: nn.Parameter) -> None:
+    parameter.grad.zero_()
+    backward(parameter)
+
+
+def clears_after_a_backward(parameter: nn.Parameter) -> None:
+    backward(parameter)
+    clears_to_zeros(parameter)
+
+
+def assigns(parameter: nn.Parameter) -> None:
+    (parameter.grad,) = torch.autograd.grad((parameter * 2).sum(), parameter)
+
+
+@pytest.mark.parametrize("between", [clears_to_none, clears_to_zeros, clears_after_a_backward, assigns])
+def test_cleared_gradients_are_summed_again(between: Callable[..., None]) -> None:
+    def run(channel: Channel) -> None:
+        mesh, parameter = spatial.Mesh(channel, (1, 2), (-2, -1)), nn.Parameter(torch.ones(3))
+        backward(parameter)
+        for _ in range(2):
+            spatial.sum_gradients([parameter], mesh)
+            assert parameter.grad.tolist() == [4.0] * 3
+            between(parameter)
+
+    on_threads(2, run)
+
+
+@pytest.mark.parametrize("between", [backward, lambda _: None])
+def test_a_sum_of_gradients_is_not_summed_again(between: Callable[..., None]) -> None:
+    """A sum in every micro-step of an accumulation counted the first gradients once more for each rank."""
+
+    def run(channel: Channel) -> None:
+        mesh = spatial.Mesh(channel, (1, 2), (-2, -1))
+        other, parameter = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(3))
+        backward(parameter)
+        spatial.sum_gradients([other, parameter], mesh)
+        if channel.rank == 1:
+            between(parameter)
+        said = r"ranks \[0, 1\], the gradient of parameter 1 .*\(3,\).* counted 2 times; .*zero_grad"
+        with pytest.raises(ValueError, match=said):
+            spatial.sum_gradients([other, parameter], mesh)
+        clears_to_none(parameter)
+        spatial.sum_gradients([other, parameter], mesh)
+        assert parameter.grad.tolist() == [4.0] * 3
+
+    on_threads(2, run)
+
+
+def test_a_summed_gradient_keeps_no_parameter_and_may_be_saved() -> None:
+    def run(channel: Channel) -> None:
+        mesh, model = spatial.Mesh(channel, (1, 2), (-2, -1)), nn.Linear(2, 2)
+        model(torch.ones(1, 2)).sum().backward()
+        spatial.sum_gradients(model.parameters(), mesh)
+        torch.save(model, io.BytesIO())
+        kept = weakref.ref(copy.deepcopy(model).weight), weakref.ref(model.weight)
+        del model
+        gc.collect()
+        assert [ref() for ref in kept] == [None, None]
 
     on_threads(2, run)
 
