@@ -124,8 +124,8 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh | None = None) -> Non
         raise ValueError(
             f"rank {mesh.rank}: sum_gradients: on ranks {ranks}, the gradient of parameter {first} of shape "
             f"{tuple(chosen[first].shape)} still contains the sum of an earlier call, which would be counted "
-            f"{mesh.size} times; call sum_gradients once, after the last backward of an accumulation, and clear"
-            " the gradients (optimizer.zero_grad()) before the next backward"
+            f"{mesh.size} times; call sum_gradients once, after the last backward of an accumulation, and "
+            "clear the gradients (optimizer.zero_grad()) before the next backward"
         )
     for parameter, grad, has_one in zip(chosen, sums, some, strict=True):
         parameter.grad = grad.view(parameter.shape).to(parameter.dtype) if has_one else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
@@ -11,6 +12,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -136,7 +138,7 @@ class Tile(torch.Tensor):
         try:
             targets = list(tiles_in(writes_to(func, args, kwargs)))
             _check(func, args, kwargs, targets)
-            args, kwargs = _normalized(args, kwargs)
+            args, kwargs = _normalized(args, _with_lost_weight(kwargs) if func is F.l1_loss else kwargs)
             result = _sharing_as_torch(func, args, kwargs, cls._on_parts(func, args, kwargs))
             for target in targets:
                 target.shown = None if target.shown is None else target.held._version
@@ -279,6 +281,19 @@ def _normalized(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return args, kwargs
     kwargs = {_NAMES.get(k, k): value for k, value in kwargs.items() if k != "out" or value is not None}
     return (args, kwargs) if args or "input" not in kwargs else ((kwargs.pop("input"),), kwargs)
+
+
+def _with_lost_weight(kwargs: dict) -> dict:
+    """Torch 2.13's ``l1_loss`` does not pass its weight on to subclasses of tensors; its frame has it.
+
+    Under a `TorchFunctionMode` there is a second frame of the function, which has no weight.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None and "weight" not in kwargs:
+        if frame.f_code is F.l1_loss.__code__ and frame.f_locals["weight"] is not None:
+            return {**kwargs, "weight": frame.f_locals["weight"]}
+        frame = frame.f_back
+    return kwargs
 
 
 def _check(func: Any, args: tuple, kwargs: dict, targets: Sequence[Tile]) -> None:

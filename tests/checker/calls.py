@@ -293,7 +293,6 @@ _NAMED: dict[str, Sequence[Any]] = {
 }  # fmt: skip
 _OF_INTEGERS = {"and", "or", "xor", "iand", "ior", "ixor", "rand", "ror", "rxor", "invert"}
 _NOT_ON_CPU = {"out_dtype", "pin_memory", "cudnn_enabled", torch.Tensor.cuda}
-_LOST = {(F.l1_loss, "weight")}  # torch 2.13 does not pass it on to subclasses of tensors
 _DRAWS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "bernoulli", "bernoulli_"}
 
 
@@ -347,8 +346,6 @@ def _draw(function: Any, form: list[Argument], wanted: str, dice: Dice) -> Call:
     for place, argument in enumerate(form):
         fixed = argument.name == "p" and function.__name__ in _DRAWS
         if not (argument.needed or argument.name == wanted or fixed or dice.random() < 0.3):
-            continue
-        if (function, argument.name) in _LOST:
             continue
         value = x if argument.name in ("input", "operands") and place < 2 else values.of(argument)
         if place == 0 and argument.kind.startswith("List"):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from commsched import spatial
 from commsched.channels import Channel
@@ -602,6 +604,38 @@ class Casts(nn.Module):
         for part in self.parts:
             x = part(x.to(part.weight.dtype))
         return x
+
+
+class Passes(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [nullcontext, Passes])
+@pytest.mark.parametrize("function", [F.l1_loss, F.mse_loss, F.huber_loss])
+def test_losses_with_a_weight_for_each_pixel(
+    function: Callable[..., Tensor], mode: Callable[[], Any]
+) -> None:
+    """Torch's l1_loss does not pass its weight on to subclasses of tensors: it was ignored."""
+    x = image()
+
+    def losses(x: Tensor, weight: Tensor) -> list[Tensor]:
+        return [function(x, 2 * x, reduction=how, weight=weight) for how in ("none", "sum", "mean")]
+
+    weight = x.cos().abs()
+    wanted = losses(x, weight)
+
+    def work(channel: Channel) -> None:
+        mesh = spatial.Mesh(channel, GRID, (-2, -1))
+        tile = spatial.scatter(x, mesh)
+        for one in (tile, spatial.gather(tile)):
+            for given in (weight, spatial.scatter(weight, mesh)):
+                with mode():
+                    results = losses(one, given)
+                for loss, right in zip(results, wanted):
+                    torch.testing.assert_close(spatial.gather(loss).local, right, rtol=1e-14, atol=0.0)
+
+    on_threads(2, work)
 
 
 # -- training scripts ----------------------------------------------------------------------------------------
