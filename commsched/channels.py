@@ -125,6 +125,12 @@ class ProcessChannel:
         self.sent = 0
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], operation: str) -> Pending:
+        for _, buffer in (*sends, *recvs):
+            if not buffer.is_cpu:
+                raise CommError(
+                    f"{operation}: rank {self.rank} has a tile on {buffer.device}, and tiles of several "
+                    "processes must be on the CPU; call model.cpu() and image.cpu()"
+                )
         self.sent += total_bytes(sends)
         going, coming = (
             [(self._places[peer], [buffer]) for peer, buffer in parcels] for parcels in (sends, recvs)

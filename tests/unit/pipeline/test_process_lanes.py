@@ -88,7 +88,12 @@ def test_errors_name_the_operation_and_the_rank() -> None:
     with pytest.raises(CommError, match="rank 0 of 2 has no connection to rank 5"):
         first.send(5, [torch.ones(1)])
     left, right = local_message_channels(2)
-    halo = ProcessChannel(left, 0, [0, 1], "mesh").exchange([], [(1, torch.ones(1))], "conv: fetch")
+    tiles = ProcessChannel(left, 0, [0, 1], "mesh")
+    with pytest.raises(
+        CommError, match=r"^conv: fetch: rank 0 has a tile on meta, .* must be on the CPU; move"
+    ):
+        tiles.exchange([(1, torch.ones(1))], [(1, torch.ones(1, device="meta"))], "conv: fetch")
+    halo = tiles.exchange([], [(1, torch.ones(1))], "conv: fetch")
     right.abort("its disk is full")
     with pytest.raises(CommError, match=r"fetch: rank 0 has lost rank 1 \(it gave up: its disk is full\)"):
         halo.wait()
