@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import random
+import struct
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +31,49 @@ def set_random_state(state: list[Tensor], device: torch.device) -> None:
     torch.set_rng_state(state[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state[1], device)
+
+
+def python_state() -> Tensor:
+    """The state of Python's ``random``, as bytes."""
+    _, words, gauss = random.getstate()
+    last = struct.pack("d", math.nan if gauss is None else gauss)
+    return torch.frombuffer(bytearray(array("I", words).tobytes() + last), dtype=torch.uint8)
+
+
+def set_python_state(state: Tensor) -> None:
+    data = state.numpy().tobytes()
+    (gauss,) = struct.unpack("d", data[-8:])
+    random.setstate((3, tuple(array("I", data[:-8])), None if math.isnan(gauss) else gauss))
+
+
+def numpy_state() -> Tensor:
+    """The state of ``numpy.random``, as bytes: none if the user has given it another kind of generator."""
+    state: Any = np.random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        return torch.empty(0, dtype=torch.uint8)
+    last = struct.pack("iid", state["state"]["pos"], state["has_gauss"], state["gauss"])
+    return torch.frombuffer(bytearray(state["state"]["key"].tobytes() + last), dtype=torch.uint8)
+
+
+def set_numpy_state(state: Tensor) -> None:
+    if data := state.numpy().tobytes():
+        key = np.frombuffer(data[:-16], np.uint32)
+        np.random.set_state(("MT19937", key, *struct.unpack("iid", data[-16:])))
+
+
+Generator = tuple[Tensor, Callable[[Tensor], Any]]
+
+
+def default_generators(device: torch.device) -> list[Generator]:
+    """The state of each generator that a forward may draw from unasked, and the function that sets it."""
+    found: list[Generator] = [
+        (torch.get_rng_state(), torch.set_rng_state),
+        (python_state(), set_python_state),
+        (numpy_state(), set_numpy_state),
+    ]
+    if device.type == "cuda":
+        found.append((torch.cuda.get_rng_state(device), partial(torch.cuda.set_rng_state, device=device)))
+    return found
 
 
 def seed_random(seed: int, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from commsched.channels import Channel
-from commsched.pipeline.random_state import random_state, set_random_state
+from commsched.pipeline.random_state import Generator, default_generators
 from commsched.spatial.intervals import Split
 
 # With fewer multiplications in the interior, splitting an operation costs more than waiting for the halo.
@@ -297,32 +297,38 @@ TRANSPOSED.update({total: spread, spread: total, once: _counted, _counted: _shar
 
 
 class SharedGenerators:
-    """The first rank's default generators, on every rank of a mesh while the model runs.
+    """The first rank's default generators (torch's, Python's and NumPy's), on every rank of a mesh while the
+    model runs.
 
-    Models also draw into plain tensors (``torch.empty(n).bernoulli_()``), which are no tiles: with equal
-    generators those numbers are equal. A rank whose generators differed gets its own back afterwards; ranks
-    whose generators were equal keep them equal.
+    Models also draw into plain tensors (``torch.empty(n).bernoulli_()``), which are no tiles, or choose a
+    branch (``random.random() < p``): with equal generators those numbers are equal. A rank whose generator
+    differed gets its own back afterwards; ranks whose generators were equal keep them equal.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._state = device, random_state(device)
-        self._replaced = False
+        self._own = default_generators(device)
+        self._replaced: list[Generator] = []
 
     def digest(self) -> bytes:
         """Eight bytes that differ where states do."""
-        return blake2b(torch.cat(self._state).numpy().tobytes(), digest_size=8).digest()
+        return blake2b(self._bytes().numpy().tobytes(), digest_size=8).digest()
+
+    def _bytes(self) -> Tensor:
+        return torch.cat([state for state, _ in self._own])
 
     def share(self, mesh: Mesh, module: str) -> None:
-        """Copy the first rank's generator state; collective."""
-        axes, mine = tuple(range(len(mesh.grid))), torch.cat(self._state)
-        first = everyone(mine, mesh, axes, "state of the random generators", module)[0]
-        self._replaced = not torch.equal(first, mine)
-        if self._replaced:
-            set_random_state(list(first.split([len(part) for part in self._state])), self._device)
+        """Copy the first rank's generator states; collective."""
+        axes = tuple(range(len(mesh.grid)))
+        first = everyone(self._bytes(), mesh, axes, "state of the random generators", module)[0]
+        parts = first.split([len(state) for state, _ in self._own])
+        for part, (state, set_state) in zip(parts, self._own):
+            if not torch.equal(part, state):
+                self._replaced.append((state, set_state))
+                set_state(part.clone())
 
     def restore(self) -> None:
-        if self._replaced:
-            set_random_state(self._state, self._device)
+        for state, set_state in self._replaced:
+            set_state(state)
 
 
 def draws(mesh: Mesh) -> bool:

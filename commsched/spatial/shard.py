@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import random
 import statistics
 import time
 import warnings
@@ -31,6 +30,7 @@ from commsched.collectives.carrier import carrier_or_none
 from commsched.collectives.private_groups import messages_between
 from commsched.env import settings
 from commsched.errors import CommError
+from commsched.pipeline.random_state import numpy_state, python_state, set_numpy_state, set_python_state
 from commsched.process.network import chosen_interface, own_addresses
 from commsched.spatial.layout import Folded, trimmed
 from commsched.spatial.mesh import Mesh, Rates, SharedGenerators, Site, Visit, everyone, exchanged, set_mesh
@@ -517,11 +517,12 @@ def call_without_data(
     keep grids that they have made for a device, collect losses in lists, and draw random numbers.
     """
     kept = [(module, _contents(module)) for module in model.modules()]
-    numbers = random.getstate()
+    numbers = python_state(), numpy_state()
     try:
         return functional_call(model, state, args, dict(kwargs))
     finally:
-        random.setstate(numbers)
+        set_python_state(numbers[0])
+        set_numpy_state(numbers[1])
         for module, contents in kept:
             for name in vars(module).keys() - contents.keys() - _OF_TORCH:
                 del vars(module)[name]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -126,7 +128,9 @@ def dtensors_become_tiles_and_tiles_dtensors(me: Me) -> None:
 
     rows = distribute_tensor(image.detach(), mesh, [Shard(2), Replicate()])
     assert torch.equal(conv(spatial.from_dtensor(rows)).to_dtensor().full_tensor(), expected)
-    said = said_by(lambda: spatial.from_dtensor(distribute_tensor(image.detach(), mesh, [Shard(1), Shard(3)])))
+    said = said_by(
+        lambda: spatial.from_dtensor(distribute_tensor(image.detach(), mesh, [Shard(1), Shard(3)]))
+    )
     assert "mesh dimension 0 must be Shard(2) or Replicate(), got" in said, said
     said = said_by(lambda: spatial.scatter(image.detach()).to_dtensor())
     assert "cut at (0, 5, 9), and this tile has it cut at (0, 4, 9)" in said, said
@@ -150,6 +154,16 @@ def dtensors_of_replicas_become_tiles(me: Me) -> None:
     assert torch.equal(conv(tile).to_dtensor().full_tensor(), expected)
 
 
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def drawn() -> tuple[float, float, float]:
+    return float(torch.rand(1)), random.gauss(0, 1), np.random.normal()
+
+
 class StochasticDepth(nn.Module):
     """Draws into a plain tensor, which no rank can tell from its own."""
 
@@ -170,27 +184,31 @@ def stochastic_depth_drops_what_one_process_drops(me: Me) -> None:
             self.conv = conv
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if random.random() < 0.5:
+                x = self.conv(x) * random.randint(1, 3)
+            if np.random.random() < 0.5:
+                x = self.conv(x) * np.random.randint(4, 9)
             return depth(checkpoint(lambda y: depth(self.conv(depth(y))), x, use_reentrant=False))
 
     model, image = Checkpointed(), integers(generator, (16, 2, 8, 8))
-    torch.manual_seed(3)
-    expected = [model(image) for _ in range(2)]
+    seed_all(3)
+    expected = [model(image) for _ in range(4)]
     sum(out.square().sum() for out in expected).backward()
-    reference, after = conv.weight.grad, torch.rand(4)
+    reference, after = conv.weight.grad, drawn()
     assert all(out.any() and (out == 0).any() for out in expected)
 
     spatial.shard(model, grid=(2, 2), timeout=60)
     for alike in (True, False):
         conv.weight.grad = None
-        torch.manual_seed(3 if alike or me.rank == 0 else 100 + me.rank)
-        mine = torch.get_rng_state()
-        outputs = [model(spatial.scatter(image)) for _ in range(2)]
+        seed_all(3 if alike or me.rank == 0 else 100 + me.rank)
+        outputs = [model(spatial.scatter(image)) for _ in range(4)]
         for out, whole in zip(outputs, expected):
             assert torch.equal(spatial.gather(out).local, whole), alike
-        if alike or me.rank == 0:
-            assert torch.equal(torch.rand(4), after)
-        else:  # a rank that draws its own numbers goes on with them
-            assert torch.equal(torch.get_rng_state(), mine)
+        found = drawn()
+        if not (alike or me.rank == 0):  # a rank that draws its own numbers goes on with them
+            seed_all(100 + me.rank)
+            after = drawn()
+        assert found == after, alike
         sum(out.square().sum() for out in outputs).backward()
         spatial.sum_gradients([conv.weight])
         assert torch.equal(conv.weight.grad, reference), alike
