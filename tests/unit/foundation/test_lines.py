@@ -23,8 +23,9 @@ PACKAGES = ("commsched", "scheduler", "comm_core", "dnn_bench")
 # more (487 lines less); parameters outside of the plan (158) and plans in fewer exchanges (17) take more.
 # Raised by 268 for what was ignored without a word (pipelines 95, options of commands 45, collectives 30) and
 # for tiles of which two axes cut one dimension, two grids meet, an autograd function sees a leaf, or weights
-# differ (91).
-BUDGET = 53_155
+# differ (91). By 139 for tiles: sums of gradients that are summed again (73), Python's and NumPy's random
+# numbers (46), a weight that torch loses (15) and what is said of GPUs (5).
+BUDGET = 53_294
 
 
 def test_the_product_keeps_to_its_budget() -> None:

@@ -90,7 +90,7 @@ def test_errors_name_the_operation_and_the_rank() -> None:
     left, right = local_message_channels(2)
     tiles = ProcessChannel(left, 0, [0, 1], "mesh")
     with pytest.raises(
-        CommError, match=r"^conv: fetch: rank 0 has a tile on meta, .* must be on the CPU; move"
+        CommError, match=r"^conv: fetch: rank 0 has a tile on meta, .* must be on the CPU; call"
     ):
         tiles.exchange([(1, torch.ones(1))], [(1, torch.ones(1, device="meta"))], "conv: fetch")
     halo = tiles.exchange([], [(1, torch.ones(1))], "conv: fetch")
