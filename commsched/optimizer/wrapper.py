@@ -522,6 +522,8 @@ class DistributedMethods(Optimizer):
                 self._session.mode.finish_all()
             self._session.close(wait)
             self._session, self._released, self._closed = None, True, False
+        elif self._unplanned is not None:
+            self._unplanned, self._released = None, True
 
     def resume(self) -> None:
         """Reduce gradients again after ``release()``, over the job as it is now. Every rank must call."""

@@ -255,6 +255,28 @@ def what_is_reduced_one_by_one_is_clipped_after_it(me: Me) -> None:
 
 
 @case()
+def what_is_reduced_one_by_one_goes_on_alone(me: Me) -> None:
+    """After ``release()`` one rank alone trained until the time-out: it waited for the others."""
+    model, alone = seeded(mlp64), seeded(mlp64)
+    optimizer = hvd.DistributedOptimizer(momentum(model), transport="plain")
+    own = momentum(alone)
+    optimizer.release()
+    for step in range(3 if me.rank == 0 else 0):
+        for net, one in ((model, optimizer), (alone, own)):
+            one.zero_grad()
+            loss_of(step)(net, 0).backward()
+            one.step()
+    assert_same_bits(model.parameters(), alone.parameters())
+    optimizer.resume()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer.zero_grad()
+    loss_of(me.rank)(model, me.rank).backward()
+    optimizer.synchronize()
+    mine = [p.grad for p in model.parameters()]
+    assert_same_bits(mine, [hvd.broadcast(grad, root_rank=0) for grad in mine])
+
+
+@case()
 def a_scaler_of_what_is_reduced_one_by_one(me: Me) -> None:
     """Infinite gradients on one rank: all leave out the step, where the others waited for this rank."""
 
