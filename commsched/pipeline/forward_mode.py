@@ -23,7 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+    _pop_mode_temporarily,
+)
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from commsched.pipeline.layers import Operations
@@ -305,6 +310,12 @@ class ForwardMode(TorchFunctionMode):
             self._storages.setdefault(storage_of(result), []).append(number)
             self._alive.append(result)
         return number
+
+
+def in_dry_run() -> bool:
+    """Whether this thread runs a forward in which nothing computes."""
+    modes = _get_current_function_mode_stack()
+    return any(isinstance(mode, ForwardMode) and not mode.layers for mode in modes)
 
 
 def _depend(tensor: Tensor, places: frozenset[int]) -> None:

@@ -40,6 +40,7 @@ from commsched.optimizer.sharded_step import (
     total_norm,
 )
 from commsched.pipeline.chain import reads
+from commsched.pipeline.forward_mode import in_dry_run
 from commsched.pipeline.messages import Fabric, NoLane, from_host, to_host
 from commsched.pipeline.reduction import ReplicaBuckets, Replicas, StageRanks, summed_over
 from commsched.pipeline.stage import Stage, Version
@@ -392,6 +393,10 @@ class Stepped(Update):
 
     def _take_in(self, places: frozenset[int]) -> None:
         version = self.stage.versions.newest
+        # A dry run reads no weights, and holds a lock that ranks which are threads share: the all-gather may
+        # wait for a rank that waits for this lock.
+        if not version.pending or in_dry_run():
+            return
         # The forward in which this is called sees its own operations only.
         with torch._C.DisableTorchFunction():
             for bucket in sorted(version.pending, reverse=True):

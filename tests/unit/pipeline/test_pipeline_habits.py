@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from commsched.pipeline import Pipeline
 from commsched.pipeline.factory import save_shard
+from commsched.pipeline.random_state import ONE_AT_A_TIME
+from commsched.pipeline.reduction import ReplicaBuckets
 from tests.support.pipeline_runs import (
     ROUNDING,
     WIDTH,
@@ -1002,3 +1004,23 @@ def test_hooks_of_tensors_run_where_the_tensor_is_computed() -> None:
     model, data = Halved(linears(4)), batches(2)
     weights, _, _ = train(model, data, 2, momentum, mesh=(2, 1), num_microbatches=2)
     assert_close(weights, in_one_process(model, data)[0])
+
+
+def test_no_rank_waits_for_weights_while_it_holds_the_lock_of_dry_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks that are threads share the lock: one that waits for it cannot send the weights."""
+    took, holding = ReplicaBuckets.take_in, []
+
+    def take_in(buckets: ReplicaBuckets, *given: Any) -> None:
+        holding.append(ONE_AT_A_TIME._is_owned())  # type: ignore[attr-defined]
+        took(buckets, *given)
+
+    monkeypatch.setattr(ReplicaBuckets, "take_in", take_in)
+    torch.manual_seed(0)
+    model = Called(linears()).double()
+    # Another number of rows in each step: each begins with a dry run, and weights on their way.
+    data = [batches(1, rows)[0] for rows in (8, 12, 10)]
+    weights, _, _ = train(model, data, 2, momentum, mesh=(1, 2), bucket_bytes=128)
+    assert_close(weights, in_one_process(model, data)[0])
+    assert len(holding) > 4 and not any(holding)
