@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -103,6 +104,7 @@ class Stage:
         shared: Iterable[str] = (),
     ) -> None:
         self.number, self.module, self.loss, self.recompute = number, module, loss, recompute
+        self._class_weights = _has_class_weights(loss)
         self.tiled = tiled or {}
         self.modules = list(dict.fromkeys([module, *(each.module for each in self.tiled.values())]))
         self.versions = Versions(self.modules, own_parameters)
@@ -210,6 +212,7 @@ class Stage:
                 whole = output if tiled is None else tiled.whole(output)
                 return [saved.head.count(whole, saved.head.targets)]
             assert self.loss is not None
+            self._check_class_weights(saved.head)
             loss = self.loss(output, saved.head.targets)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise ValueError(
@@ -224,6 +227,16 @@ class Stage:
         else:
             leaves, self.output_cuts = tiled.leave(leaves)
         return leaves
+
+    def _check_class_weights(self, head: Head) -> None:
+        """``ValueError`` for a mean over class weights of a part of a step's rows."""
+        indices = isinstance(head.targets, Tensor) and not head.targets.is_floating_point()
+        if self._class_weights and indices and head.weight != 1:
+            raise ValueError(
+                "loss= divides by the sum of its targets' class weights, and a pipeline weights the means of"
+                f" a step's micro-batches and replicas by their rows (here {head.weight:.3g}): pass"
+                " reduction='sum' and count=lambda targets: weight[targets].sum()"
+            )
 
     def needs_grad(self, leaves: list[Any], inputs: list[Any]) -> list[bool]:
         """Which outputs have a gradient. Without a graph (recomputation) all that can have one."""
@@ -278,7 +291,13 @@ class Stage:
     def _roots(self, saved: Saved, grads: list[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
         if saved.head is not None:
             loss = saved.outputs[0]
-            return [(loss, torch.full_like(loss, saved.head.weight))] if loss.requires_grad else []
+            if not loss.requires_grad:
+                raise ValueError(
+                    f"the loss, of stage {self.number}, depends on no trained parameter (requires_grad is"
+                    " False), so a step would train nothing: compute outputs and loss without detach() and"
+                    " no_grad(), and unfreeze what is to be trained"
+                )
+            return [(loss, torch.full_like(loss, saved.head.weight))]
         return [
             (output, grad)
             for output, grad in zip(saved.outputs, grads, strict=True)
@@ -335,6 +354,8 @@ class Stage:
         kept = [(buffers, key, buffers[key]) for buffers, key in self._buffer_slots]
         for place, (buffers, key, buffer) in enumerate(kept):
             buffers[key] = saved.buffers.get(place, buffer).clone()
+        # Some releases of torch also cache casts that autocast makes under no_grad: these have no graph.
+        torch.clear_autocast_cache()
         try:
             with torch.enable_grad():
                 saved.outputs = self.run(saved)
@@ -348,6 +369,17 @@ class Stage:
         self.saved[micro] = saved
         if not self.recompute:
             self._repeat(saved)
+
+
+def _has_class_weights(loss: Any) -> bool:
+    """Whether it is a loss of torch that divides by the sum of class weights."""
+    if isinstance(loss, partial):
+        known, given = loss.func in (F.cross_entropy, F.nll_loss), loss.keywords
+    else:
+        forward = getattr(type(loss), "forward", None)
+        known = forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+        given = {"weight": loss.weight, "reduction": loss.reduction} if known else {}
+    return known and given.get("weight") is not None and given.get("reduction", "mean") == "mean"
 
 
 @torch.no_grad()
@@ -495,6 +527,8 @@ class Versions:
         """The tensors for the next version. They are the newest version's own where ``needed`` says that
         nothing will compute with it again; otherwise they hold a copy of it.
         """
+        # autocast keeps its casts of parameters, by tensor, until the caller leaves it.
+        torch.clear_autocast_cache()
         for number in [n for n in self.live if n != self.newest.number and not needed(n)]:
             self._free.append(self.live.pop(number).leaves)
         old = self.newest

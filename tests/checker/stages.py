@@ -269,8 +269,6 @@ class Backward(nn.Module):
     def forward(self, targets: Tensor, share: float, *placed: Any, **named: Any) -> Any:
         loss = self.loss(self.model(*placed, **named), targets) * share
         weights = dict(self.model.named_parameters())
-        if not loss.requires_grad:
-            return float(loss), {}
         grads = torch.autograd.grad(loss, [weights[name] for name in self.names], allow_unused=True)
         return float(loss.detach()), dict(zip(self.names, grads))
 
@@ -414,13 +412,14 @@ def differs(case: Case, everyone: list[Any]) -> str:
 
 
 def is_refused(case: Case) -> bool:
-    """Whether plain PyTorch refuses the model: one block writes over what another's backward reads."""
+    """Whether plain PyTorch refuses the model: one block writes over what another's backward reads, or its
+    outputs have no graph.
+    """
     model, (inputs, _) = model_of(case), batches_of(case)[0]
     placed = (inputs,) if isinstance(inputs, Tensor) else inputs if isinstance(inputs, tuple) else ()
     try:
         output = model(*(x.clone() for x in placed), **(inputs if isinstance(inputs, dict) else {}))
-        if output.requires_grad:
-            output.sum().backward()
+        output.sum().backward()
     except RuntimeError:
         return True
     return False

@@ -1024,3 +1024,45 @@ def test_no_rank_waits_for_weights_while_it_holds_the_lock_of_dry_runs(
     weights, _, _ = train(model, data, 2, momentum, mesh=(1, 2), bucket_bytes=128)
     assert_close(weights, in_one_process(model, data)[0])
     assert len(holding) > 4 and not any(holding)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_autocast_may_stand_around_all_steps(schedule: str, recompute: bool) -> None:
+    """Its cache has casts of weights that have changed since, or that have no graph."""
+
+    def weights(cached: bool) -> Any:
+        model = chain_model(4).float()
+
+        def work(fabric: Any) -> Any:
+            pipeline = Pipeline(
+                copy.deepcopy(model), schedule, 2, (2, 1), loss=F.mse_loss, optimizer=sgd, fabric=fabric,
+                recompute=recompute,
+            )  # fmt: skip
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+                for x, y in batches(5):
+                    pipeline.evaluate((x.float(), y.float()))
+                    pipeline.step((x.float(), y.float()))
+                pipeline.drain()
+            return pipeline.state_dict()
+
+        return on_threads(2, work)[0]
+
+    found, wanted = weights(True), weights(False)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+class Detached(Called):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"schedule": "zero_bubble"}])
+def test_a_loss_without_a_graph_is_refused(options: dict[str, Any]) -> None:
+    """As ``backward()`` does; the step would train nothing."""
+    frozen = chain_model(4).requires_grad_(False)
+    for model in (Detached(linears()), frozen):
+        with pytest.raises(ValueError, match="depends on no trained parameter .* without detach"):
+            train(model, batches(1), 2, num_microbatches=2, mesh=(2, 1), **options)
+    with pytest.raises(ValueError, match="depends on no trained parameter"), torch.no_grad():
+        attempt(model=chain_model(2)).step(batches(1)[0])

@@ -284,3 +284,26 @@ def test_losses_that_fit_are_taken(options: dict[str, Any]) -> None:
 def test_counts_that_are_no_number_are_refused(counts: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attempt(loss=sum_loss, count=counts).step(texts([8])[0])
+
+
+CLASSES = torch.linspace(0.1, 2.0, WIDTH).double()
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(CLASSES), partial(F.cross_entropy, weight=CLASSES)])
+@pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"mesh": (1, 2)}])
+def test_a_mean_over_class_weights_needs_their_sum(loss: Any, options: dict[str, Any]) -> None:
+    """Parts of a step have different sums of weights. One part, or distributions as targets, need no count."""
+    dice, model = torch.Generator().manual_seed(1), chain_model(2)
+    x = torch.randn(8, WIDTH, generator=dice).double()
+    labels = torch.randint(WIDTH, (8,), generator=dice)
+    with pytest.raises(ValueError, match=r"class weights, .* \(here 0.5\).* count="):
+        train(model, [(x, labels)], 2, loss=loss, **options)
+    summed = nn.CrossEntropyLoss(CLASSES, reduction="sum")
+    terms = {"count": lambda targets: CLASSES[targets].sum()}
+    for targets, given in [
+        (labels, {"num_microbatches": 1}),
+        (labels, {"loss": summed, **options, **terms}),
+        (torch.softmax(x, 1), options),
+    ]:
+        weights, _, _ = train(model, [(x, targets)], 2, **{"loss": loss, **given})
+        assert_close(weights, in_one_process(model, [(x, targets)], sgd, loss)[0], EXACT)
