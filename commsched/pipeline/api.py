@@ -123,6 +123,7 @@ class Pipeline:
                 "on_step= and master_weights= are for steps of the pipeline: pass optimizer=, too"
             )
         chain = model if isinstance(model, Chain) else Chain(model, inside, example, weights=weights)
+        checkpoint.allow_state_dict(chain.model)
         mesh = mesh or (len(placements or ranks or range(self.fabric.size)), 1)
         layout = {"ranks": ranks, "placements": placements, "mirrored": mirrored, "placement": placement}
         mine = list(signature(Pipeline).parameters)
@@ -236,6 +237,7 @@ class Pipeline:
         return self._periods > 0 and self._done < self._periods + back
 
     def _iterate(self, last: int | None) -> float | None:
+        self._weights.callers_model.old = True
         iteration = self._done
         finishes = 0 <= iteration < self._periods
         with self._health.guarded():
@@ -335,6 +337,7 @@ class Pipeline:
                 f"resume() is for a new pipeline, and this one has taken {self._periods} steps: make another"
                 " one with the same arguments"
             )
+        self._weights.callers_model.old = True
         with self._health.guarded():
             checkpoint.resumed(self, state)
 

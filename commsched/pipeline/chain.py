@@ -262,7 +262,9 @@ def _plain_modules(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
     """The modules that an ``nn.Sequential`` calls, by name; none where it does more, or where one of them is
     to be opened.
     """
-    if type(model) is not nn.Sequential or any(vars(model)[name] for name in vars(model) if "_hooks" in name):
+    own = vars(model)
+    hooked = any(own[name] for name in own if "_hooks" in name and "state_dict" not in name)
+    if type(model) is not nn.Sequential or hooked:
         return {}
     found: dict[str, nn.Module] = {}
     for name, part in model._modules.items():

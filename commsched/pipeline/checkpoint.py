@@ -8,10 +8,12 @@ from copy import copy, deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.exchange import Inputs, Values
@@ -263,6 +265,11 @@ class FullState:
             raise ValueError(f"the model has no {', '.join(renamed[:4])}, {text}")
         # Tensors that no stage uses never change.
         self.spare = {key: value.clone() for key, value in spare.items()}
+        mine = [value for stage in stages.values() for value in stage.module.state_dict().values()]
+        here = {value.data_ptr() for value in mine if isinstance(value, Tensor)}
+        tensors = {key: value for key, value in state.items() if key in held and isinstance(value, Tensor)}
+        others = [key for key, value in tensors.items() if value.numel() and value.data_ptr() not in here]
+        self.callers_model = CallersModel(chain.model, others, fabric.rank)
 
     def state_dict(self) -> dict[str, Tensor]:
         self.newest()
@@ -309,7 +316,43 @@ class FullState:
                     f"the state's {key} has the shape {tuple(state[key].shape)}, and the model's has"
                     f" {tuple(value.shape)}"
                 )
+        self.callers_model.old = True
         for stage in self.stages.values():
             stage.load(state)
         for key, value in self.spare.items():
             value.copy_(state[key])
+
+
+# -- the model that the caller passed: other ranks' weights do not come back to it ---------------------------
+
+_HANDLES: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
+
+
+def allow_state_dict(model: nn.Module) -> None:
+    """Ends the refusals for an earlier pipeline: a new one begins with the weights that the model has."""
+    for handle in _HANDLES.pop(model, []):
+        handle.remove()
+
+
+class CallersModel:
+    """Refuses ``state_dict()`` of a model while its tensors ``others``, which other ranks train, are ``old``.
+    ``load_state_dict()`` of the model renews them. Does not keep the model alive.
+    """
+
+    def __init__(self, model: nn.Module, others: list[str], rank: int) -> None:
+        self.others, self.rank, self.old = others, rank, False
+        if others:
+            loaded = model.register_load_state_dict_post_hook(self._loaded)
+            _HANDLES[model] = [model.register_state_dict_pre_hook(self._check), loaded]
+
+    def _check(self, *_: Any) -> None:
+        if self.old:
+            names = ", ".join(self.others[:4])
+            raise ValueError(
+                f"state_dict() of the model on rank {self.rank} has old values of {names}, which other ranks"
+                " train: call pipeline.state_dict() on every rank, or state_dict() of single layers of this"
+                " rank; or call model.load_state_dict(pipeline.state_dict()) before"
+            )
+
+    def _loaded(self, model: nn.Module, keys: Any) -> None:
+        self.old = self.old and bool(keys.missing_keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 from collections import UserDict
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from commsched.pipeline import Pipeline
+from commsched.pipeline import Chain, Pipeline
 from commsched.pipeline.factory import save_shard
 from commsched.pipeline.random_state import ONE_AT_A_TIME
 from commsched.pipeline.reduction import ReplicaBuckets
@@ -1066,3 +1067,50 @@ def test_a_loss_without_a_graph_is_refused(options: dict[str, Any]) -> None:
             train(model, batches(1), 2, num_microbatches=2, mesh=(2, 1), **options)
     with pytest.raises(ValueError, match="depends on no trained parameter"), torch.no_grad():
         attempt(model=chain_model(2)).step(batches(1)[0])
+
+
+@pytest.mark.parametrize("make", [lambda: chain_model(2), lambda: Called(linears()).double()])
+def test_the_model_has_no_state_of_layers_that_other_ranks_train(make: Callable[[], nn.Module]) -> None:
+    data, own, models = batches(3), ("0", "2"), [make() for _ in range(2)]
+
+    def refused(model: nn.Module) -> None:
+        with pytest.raises(ValueError, match="state_dict.. of the model on rank . has old values of "):
+            model.state_dict()
+
+    def work(fabric: Any) -> None:
+        model = models[fabric.rank]
+        forward = type(Chain(model)._forward)
+
+        def pipeline() -> Pipeline:
+            return Pipeline(model, mesh=(2, 1), loss=loss_of, optimizer=sgd, fabric=fabric)
+
+        first = pipeline()
+        kept = copy.deepcopy(model)
+        model.state_dict()  # still what all ranks have
+        first.step(data[0])
+        refused(model)
+        refused(pickle.loads(pickle.dumps(model)))
+        kept.state_dict()
+        weights = first.state_dict()
+        if isinstance(model, nn.Sequential):
+            part = model.get_submodule(own[fabric.rank])
+            assert_close(weights, part.state_dict(prefix=f"{own[fabric.rank]}."))
+        model.load_state_dict(weights)
+        assert_close(dict(model.state_dict()), weights)
+        first.step(data[1])
+        refused(model)
+        model.load_state_dict(first.state_dict())
+        first.close()
+        assert type(Chain(model)._forward) is forward
+        second = pipeline()  # from the same model
+        model.state_dict()
+        second.step(data[2])
+        refused(model)
+        second.close()
+        del first, second
+        refused(model)
+
+    on_threads(2, work)
+    alone = attempt(model=models[0])
+    alone.step(data[0])
+    assert_close(dict(models[0].state_dict()), alone.state_dict())  # this rank trains all of it

@@ -292,7 +292,7 @@ CLASSES = torch.linspace(0.1, 2.0, WIDTH).double()
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(CLASSES), partial(F.cross_entropy, weight=CLASSES)])
 @pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"mesh": (1, 2)}])
 def test_a_mean_over_class_weights_needs_their_sum(loss: Any, options: dict[str, Any]) -> None:
-    """Parts of a step have different sums of weights. One part, or distributions as targets, need no count."""
+    """Parts of a step have different sums of weights. One part, or targets of floats, need no count."""
     dice, model = torch.Generator().manual_seed(1), chain_model(2)
     x = torch.randn(8, WIDTH, generator=dice).double()
     labels = torch.randint(WIDTH, (8,), generator=dice)
