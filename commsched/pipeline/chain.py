@@ -277,12 +277,12 @@ def _plain_modules(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
     return found
 
 
-def reads(stage: nn.Module) -> tuple[list[nn.Module], list[str]]:
-    """The modules that a stage calls, in that order, and the names of parameters that it reads itself."""
+def reads(stage: nn.Module) -> list[nn.Module]:
+    """The modules that a stage calls, in that order."""
     if isinstance(stage, StageForward):
         return stage.reads()
     assert isinstance(stage, ListStage)
-    return stage._stage_calls, []
+    return stage._stage_calls
 
 
 def _forward_of(
@@ -500,10 +500,10 @@ class StageForward(nn.Module):
             own._buffers = _Some(module._buffers, only)
             own._non_persistent_buffers_set = module._non_persistent_buffers_set
 
-    def reads(self) -> tuple[list[nn.Module], list[str]]:
-        """The modules that it calls, and the names of parameters that it reads elsewhere."""
+    def reads(self) -> list[nn.Module]:
+        """The modules that it calls."""
         held = [part for number in self._stage_layers for part in self._stage_whole[0].layers[number].parts]
-        return [h.module for h in held if h.whole], [n for h in held if not h.whole for n in h.parameters()]
+        return [part.module for part in held if part.whole]
 
     def forward(self, *arguments: Any) -> Any:
         (whole,) = self._stage_whole

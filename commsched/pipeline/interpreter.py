@@ -329,18 +329,24 @@ def _forward_of(stage: Stage, weights: Version, micro: Micro, exchange: Exchange
     """With random numbers of its own, which the tiles of a replica share. ``ValueError`` where a forward
     writes to weights that other ranks have, too.
     """
-    before = [leaf._version for leaf in weights.leaves]
+    before = _writes_to(weights)
     replica, _, _ = exchange.place(stage.number, exchange.rank, micro[0])
     place = stage.number, replica, *micro, stage.forwards
     with drawing_at(stage.device, *place) if exchange.own_generator else nullcontext():
         yield
-    writes = zip(stage.versions.names, weights.leaves, before)
-    changed = [name for name, leaf, version in writes if leaf._version != version]
+    writes = zip(stage.versions.names, before, _writes_to(weights), strict=True)
+    changed = [name for name, then, now in writes if then != now]
     if changed and len(exchange.layout.members(stage.number)) > 1:
         raise ValueError(
             f"the forward writes to {', '.join(changed[:4])} (as nn.Embedding with max_norm= does), and each"
             " replica would do so for its own rows only: write between steps, or give the stage one replica"
         )
+
+
+def _writes_to(weights: Version) -> list[int]:
+    """How often each tensor has been written to; parameters that have not come are not waited for."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [leaf._version for leaf in weights.leaves]
 
 
 # -- batches outside of training: the forwards of the program, with the newest weights -----------------------

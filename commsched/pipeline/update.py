@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from inspect import signature
 from itertools import chain
 from typing import Any
@@ -30,6 +31,7 @@ from torch.optim import Optimizer
 
 from commsched.optimizer.buckets import Buffers, Layout
 from commsched.optimizer.gradient import Gradient
+from commsched.optimizer.pending import Access, can_pend, clear_pending, mark_pending
 from commsched.optimizer.sharded_step import (
     HALVES,
     KEY,
@@ -219,7 +221,7 @@ class Stepped(Update):
             # Their state is spread over leaves and ranks: the user's optimizer shows and takes whole ones.
             optimizer.__dict__.update(state_dict=self.state_dict, load_state_dict=self.load_state_dict)
         self._handles: list[Any] = []
-        self._first: list[int] = []
+        self._marked: dict[int, nn.Parameter] = {}  # by place, those that complete themselves when they are read
         if wait_within:
             self._wait_within()
 
@@ -364,11 +366,10 @@ class Stepped(Update):
     # Reading a new version
 
     def _wait_within(self) -> None:
-        """Makes the forward wait for each bucket at the first module that needs it."""
-        places = {name: place for place, name in enumerate(self.stage.versions.names)}
-        modules, direct = reads(self.stage.module)
-        self._first += [places[name] for name in direct if name in places]
-        for module in modules:
+        """Makes the forward wait for each bucket at the first module that needs it. What a module reads of
+        another one (``F.linear(x, self.a.weight)``, shared weights) has no hook there: see ``prepare``.
+        """
+        for module in reads(self.stage.module):
             mine = self._held(module)
             if mine:
                 # Before hooks of the model that read the weights (pruning, spectral norm).
@@ -386,33 +387,46 @@ class Stepped(Update):
         )
 
     def prepare(self, version: Version) -> None:
-        if not self._handles:
+        """Parameters that have not come complete themselves where the forward reads them, as those of
+        ``DistributedOptimizer`` do, whatever module or function reads them.
+        """
+        newest = self.stage.versions.newest
+        if self._handles and all(map(can_pend, newest.leaves)):
+            for place in self._places_of(newest.pending) - self._marked.keys():
+                read = partial(self._take_in, frozenset([place]))
+                mark_pending(newest.leaves[place], Access(read, lambda _: False, lambda _: False))
+                self._marked[place] = newest.leaves[place]
+        else:
             self.finish()
-        elif self._first:
-            self._take_in(frozenset(self._first))
 
-    def _take_in(self, places: frozenset[int]) -> None:
+    def _places_of(self, buckets: Iterable[int]) -> set[int]:
+        assert self.buckets is not None
+        return {place for bucket in buckets for place in self.buckets.layout.slices[bucket].params}
+
+    def _take_in(self, places: frozenset[int] | None = None) -> None:
+        """Waits for the buckets of these parameters, or for all."""
         version = self.stage.versions.newest
         # A dry run reads no weights, and holds a lock that ranks which are threads share: the all-gather may
         # wait for a rank that waits for this lock.
         if not version.pending or in_dry_run():
             return
-        # The forward in which this is called sees its own operations only.
+        assert self.buckets is not None
+        # The forward in which this is called sees its own operations only, and no parameter completes itself.
         with torch._C.DisableTorchFunction():
             for bucket in sorted(version.pending, reverse=True):
-                assert self.buckets is not None
-                if not places.isdisjoint(self.buckets.layout.slices[bucket].params):
+                if places is None or not places.isdisjoint(self.buckets.layout.slices[bucket].params):
                     self.buckets.take_in(version, bucket)
+        for place in self._marked.keys() - self._places_of(version.pending):
+            clear_pending(self._marked.pop(place))
 
     def finish(self) -> None:
-        version = self.stage.versions.newest
-        for bucket in sorted(version.pending, reverse=True):
-            assert self.buckets is not None
-            self.buckets.take_in(version, bucket)
+        self._take_in()
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+        for parameter in self._marked.values():
+            clear_pending(parameter)
         super().close()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -18,7 +19,7 @@ from scheduler.ir.link import Cluster, Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.pipelines import generate
 from scheduler.pipelines.partition import partition
-from tests.support.pipeline_runs import WIDTH, batches, chain_model, loss_of, on_threads, sgd
+from tests.support.pipeline_runs import WIDTH, assert_close, batches, chain_model, loss_of, on_threads, sgd
 
 
 def make(fabric: Any, model: Any = None, **options: Any) -> Pipeline:
@@ -195,6 +196,35 @@ def test_hooks_that_read_weights_see_the_new_ones() -> None:
     (wanted,) = on_threads(1, work)
     for found in on_threads(2, work):
         assert all(torch.allclose(found[name], value) for name, value in wanted.items())
+
+
+class Borrowing(nn.Module):
+    """Reads weights of a module that it does not call, and of one that it calls later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(F.linear(x, self.first.weight))
+        return self.second(F.linear(self.third(x), self.second.weight) * self.first.bias)
+
+
+def test_weights_that_are_read_outside_of_their_modules_are_the_new_ones() -> None:
+    """Each forward waited for a module's weights where that module was called: others read old ones."""
+    torch.manual_seed(0)
+    model = Borrowing().double()
+
+    def work(fabric: Any) -> dict[str, Tensor]:
+        size = {"mesh": (1, fabric.size), "bucket_bytes": 100} if fabric.size > 1 else {}
+        pipeline = make(fabric, model, **size)
+        for batch in batches(4):
+            pipeline.step(batch)
+        return pipeline.state_dict()
+
+    (wanted,) = on_threads(1, work)
+    for found in on_threads(2, work):
+        assert_close(found, wanted)
 
 
 def test_a_mesh_for_another_number_of_ranks() -> None:
