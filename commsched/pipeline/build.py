@@ -255,12 +255,13 @@ def make_stages(
     for number in layout.held_by(rank):
         layers = layout.layers(number, len(chain))
         module = chain.stage(layers.start, layers.stop)
+        given = dict(module.named_parameters(remove_duplicate=False))
         if any(number in users and users.keys() & stages.keys() for users in tied):
             # Each of a rank's stages steps its own copy; the caller steps a shared parameter once.
             memo: dict[int, Any] = {id(buffer): buffer for buffer in module.buffers()}
             module = copy.deepcopy(module, memo | (_parameters(module) if own_parameters else {}))
         last = number + 1 == layout.stages
-        stages[number] = Stage(
+        stage = stages[number] = Stage(
             number,
             module,
             loss if last else None,
@@ -271,6 +272,7 @@ def make_stages(
             types,
             [users[number] for users in shared if number in users],
         )
+        stage.versions.given = [given[name] for name in stage.versions.names]
     return stages
 
 
@@ -370,13 +372,24 @@ class UpdateMaker:
         return Stepped(stage, optimizer, parameters, self.on_step, wait_within, **shared)
 
     def _optimizer(self, stage: Stage, parameters: Sequence[nn.Parameter]) -> Optimizer | None:
-        """The user's, of whole parameters in the model's order and under its names."""
+        """The user's, of whole parameters in the model's order and under its names. The function is called with
+        the caller's own, for it may choose groups by identity, and the optimizer then steps ``parameters``.
+        """
         if self.factory is None or not parameters:
             return None
         names = [self.names.get(name, name) for name in stage.versions.names]
         order = {name: number for number, name in enumerate(self.names)}
-        named = sorted(zip(names, parameters), key=lambda pair: order.get(pair[0], len(order)))
-        return made_by(self.factory, dict(named))
+        with stage.versions.callers() as given:
+            named = sorted(zip(names, given), key=lambda pair: order.get(pair[0], len(order)))
+            made = made_by(self.factory, dict(named))
+        own = dict(zip(given, parameters, strict=True))
+        for group in made.param_groups:
+            group["params"][:] = [own[parameter] for parameter in group["params"]]
+        state = getattr(made, "state", {})
+        entries = [(own.get(key, key), value) for key, value in state.items()]
+        state.clear()
+        state.update(entries)
+        return made
 
     def _counts(self, tie: Tie, stage: Stage) -> bool:
         return tie.first == self.fabric.rank and min(tie.mine)[0] == stage.number

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -453,6 +453,7 @@ class Versions:
 
     def __init__(self, modules: Sequence[nn.Module], own_parameters: bool = False) -> None:
         self.slots: dict[str, list[Slot]] = {}
+        self.given: list[nn.Parameter] = []  # the caller's, where the first version is copies of them
         by_id: dict[int, str] = {}
         leaves: list[nn.Parameter] = []
         self.places: dict[str, int] = {}  # of every name in the leaves
@@ -502,6 +503,16 @@ class Versions:
             for parameters, key in slots:
                 parameters[key] = leaf
         self._in_use = version
+
+    @contextmanager
+    def callers(self) -> Iterator[list[nn.Parameter]]:
+        """The caller's parameters, which the modules have meanwhile. They are not kept any longer."""
+        given, self.given = self.given, []
+        self.use(Version(-1, given))
+        try:
+            yield given
+        finally:
+            self.use(self.newest)
 
     def use_newest(self) -> None:
         """``ValueError`` if the modules have other parameters than the version in use, or train one that was

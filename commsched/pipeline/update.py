@@ -221,7 +221,9 @@ class Stepped(Update):
             # Their state is spread over leaves and ranks: the user's optimizer shows and takes whole ones.
             optimizer.__dict__.update(state_dict=self.state_dict, load_state_dict=self.load_state_dict)
         self._handles: list[Any] = []
-        self._marked: dict[int, nn.Parameter] = {}  # by place, those that complete themselves when they are read
+        self._marked: dict[
+            int, nn.Parameter
+        ] = {}  # by place, those that complete themselves when they are read
         if wait_within:
             self._wait_within()
 

@@ -120,6 +120,46 @@ def test_groups_by_shape_mean_the_models_parameters(mesh: tuple[int, int], sched
     assert_close(piped(model, data, mesh, by_dim, schedule=schedule), plain(model, data, by_dim))
 
 
+@pytest.mark.parametrize("options", [{"mesh": (1, 2)}, {"mesh": (2, 2)}, {"mesh": (2, 1), "mirrored": True}])
+@pytest.mark.parametrize("make", [Normed, TiedEnds])
+def test_groups_by_identity(make: Any, options: Any) -> None:
+    """Scripts look up the model's own parameters, before the pipeline is made or in the function. It was given
+    copies, so their group was empty. Adagrad makes its state in the function.
+    """
+    torch.manual_seed(0)
+    model, data = make().double(), batches(3)
+    options = {"schedule": "gpipe", "num_microbatches": 2, "bucket_bytes": 200} | options
+
+    def weights(named: Any) -> set[int]:
+        return {id(parameter) for name, parameter in named if name.endswith("weight")}
+
+    def work(fabric: Any) -> Any:
+        own = copy.deepcopy(model)
+        before = weights(own.named_parameters()) if fabric.rank == 0 else None
+
+        def factory(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+            return weights_alone(params, before or weights(own.named_parameters()))
+
+        pipeline = Pipeline(own, loss=loss_of, optimizer=factory, fabric=fabric, **options)
+        del own
+        for batch in data:
+            pipeline.step(batch)
+        state = pipeline.state_dict()
+        pipeline.close()
+        return state
+
+    wanted = plain(model, data, lambda named: weights_alone([p for _, p in named], weights(named)))
+    for found in on_threads(options["mesh"][0] * options["mesh"][1], work):
+        assert_close(found, wanted)
+
+
+def weights_alone(params: list[nn.Parameter], weights: set[int]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for p in params if (id(p) in weights) == mine], "lr": 0.05 * mine} for mine in (1, 0)
+    ]
+    return torch.optim.Adagrad(groups, eps=1e-3)
+
+
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 2)])
 @pytest.mark.parametrize("make", [Normed, TiedEnds])
 def test_the_function_gets_each_stages_parameters_once(mesh: tuple[int, int], make: Any) -> None:
