@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import threading
 import traceback
 from collections import defaultdict
@@ -19,6 +20,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -37,6 +39,8 @@ from commsched.pipeline.random_state import SharedRandom, may_draw
 _NUMBER = "_commsched_number"  # attribute of a result: (forward, number)
 _DRAWN = -1  # the place of random numbers among the inputs
 _INPUTS = "_commsched_inputs"  # attribute of a free result: the model's inputs that its values depend on
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 _forwards = itertools.count()
 
@@ -75,6 +79,8 @@ class ForwardMode(TorchFunctionMode):
         self._forward = next(_forwards)  # a model may keep results for its next forward
         self._storages: dict[int, list[int]] = {}  # numbers of a dry run's results, by storage
         self._alive: list[Tensor] = []  # so that no two storages of a dry run have one address
+        self._records_functions = not layers and torch.is_grad_enabled()
+        self._function: FrameType | None = None  # the autograd function that was recorded last
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -309,7 +315,24 @@ class ForwardMode(TorchFunctionMode):
         if not self.layers:
             self._storages.setdefault(storage_of(result), []).append(number)
             self._alive.append(result)
+        if self._records_functions and not torch.is_grad_enabled():
+            self._record_function()
         return number
+
+    def _record_function(self) -> None:
+        """Note the layer of an operation in the forward of an autograd function: no gradient reaches a value in
+        there from outside. Autograd does not tell, but the outermost function's ``apply`` is on the stack.
+        """
+        found, frame = None, sys._getframe(1)
+        while frame is not None:
+            found = frame if frame.f_code is _APPLY else found
+            frame = frame.f_back  # type: ignore[assignment]
+        functions = self.found.functions
+        if found is not None and found is self._function:
+            functions[-1] = functions[-1][0], self.current
+        elif found is not None:
+            functions.append((self.current, self.current))
+        self._function = found
 
 
 def in_dry_run() -> bool:

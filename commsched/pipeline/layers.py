@@ -325,6 +325,8 @@ class Operations:
     last_moment: dict[int, int] = field(default_factory=dict)
     writes: list[tuple[set[int], int, int, str]] = field(default_factory=list)
     """Of operations that write to memory of several results: the results, layer, moment and line of code."""
+    functions: list[tuple[int, int]] = field(default_factory=list)
+    """Of each autograd function the first and the last layer whose operations its forward contains."""
     inputs: dict[int, float] = field(default_factory=dict)
     decisions: list[Any] = field(default_factory=list)
     writes_inputs: bool = False
@@ -342,6 +344,13 @@ class Operations:
 
     def crossing(self, cut: int) -> tuple[int, ...]:
         """The numbers of the results that cross a border: made before layer ``cut``, read in it or later."""
+        for first, last in self.functions:
+            if first < cut <= last:
+                raise ValueError(
+                    f"the model cannot be cut before layer {cut}: layers {first} to {last} run inside of one"
+                    " autograd function (checkpoint(..., use_reentrant=True)), where values have no gradient"
+                    " that could return from the next stage; pass use_reentrant=False, or choose other cuts"
+                )
         found = tuple(n for n, maker in enumerate(self.maker) if maker < cut <= self.last_use.get(n, -1))
         for shared, layer, moment, place in self.writes:
             several = shared.intersection(found)

@@ -491,9 +491,38 @@ class EachTimeOther(Blocks):
         return self.head(x)
 
 
+class CheckpointsPairs(Blocks):
+    """In a reentrant checkpoint no value has a gradient: blocks before a cut in there trained nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def pair(x: Tensor, first: int) -> Tensor:
+            return self.blocks[first + 1](self.blocks[first](x))  # type: ignore[no-any-return]
+
+        for first in (1, 3):
+            x = checkpoint(
+                pair, self.blocks[0](untraceable(x)) if first == 1 else x, first, use_reentrant=True
+            )
+        return self.head(x)
+
+
+@pytest.mark.parametrize("cut", [1, 3, 5])
+def test_reentrant_checkpoints_between_two_cuts(cut: int) -> None:
+    torch.manual_seed(0)
+    model, x = CheckpointsPairs(5), tokens()
+    wanted = copy.deepcopy(model)
+    loss_of(wanted(x)).backward()
+    in_stages(Chain(model), (0, cut), x, loss_of)
+    for found, own in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert found.grad is not None and torch.equal(found.grad, own.grad)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (
+            lambda: CheckpointsPairs(5),
+            "layer 2: layers 1 to 2 run inside of one autograd .* use_reentrant=False",
+        ),
         (AsksForValue, r"item\(\) > 1e9.*reads the value of a tensor that another stage computes"),
         (WritesIntoPart, r"kept\[:, 0\].*writes a value of another stage into a part of a tensor"),
         (EachTimeOther, "is not the same every time"),
