@@ -320,8 +320,8 @@ class ForwardMode(TorchFunctionMode):
         return number
 
     def _record_function(self) -> None:
-        """Note the layer of an operation in the forward of an autograd function: no gradient reaches a value in
-        there from outside. Autograd does not tell, but the outermost function's ``apply`` is on the stack.
+        """Note the layer of an operation in the forward of an autograd function: values in there have no
+        gradients. Autograd does not tell, but the outermost function's ``apply`` is on the stack.
         """
         found, frame = None, sys._getframe(1)
         while frame is not None:

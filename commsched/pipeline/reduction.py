@@ -22,6 +22,7 @@ from commsched.backends.interface import Scaling, StepWork
 from commsched.optimizer.buckets import Buffers, build_layout
 from commsched.optimizer.gradient import OptimizerState, Residuals
 from commsched.optimizer.planner import BLOCK
+from commsched.optimizer.round import inside_a_backward
 from commsched.optimizer.sharded_step import ShardView
 from commsched.pipeline.messages import Lane, everyones, from_first, receive_tree, send_tree, to_host
 from commsched.pipeline.stage import Stage, Version
@@ -175,17 +176,31 @@ class ReplicaBuckets:
 
     @contextmanager
     def leaving(self, period: int, version: Version) -> Iterator[None]:
-        """Around the backward that completes a version's gradients: buckets leave as they fill."""
+        """Around the backward that completes a version's gradients: buckets leave as they fill. A backward
+        inside of it (a reentrant checkpoint) may be one of several that reach a parameter: its gradients
+        leave at the end.
+        """
         missing = [set(piece.params) for piece in self.layout.slices]
+        left: set[int] = set()  # parameters in buckets that have been sent
 
         def filled(place: int) -> Callable[[Tensor], None]:
             def hook(_: Tensor) -> None:
+                if place in left:
+                    raise ValueError(
+                        f"stage {self.stage.number}, replica {self.ranks.rank}: a backward added to the"
+                        f" gradient of {self.stage.versions.names[place]} after it was sent to the other"
+                        " replicas: the parameter is used inside of a reentrant checkpoint and outside of"
+                        " it; pass use_reentrant=False to checkpoint()"
+                    )
+                if inside_a_backward():
+                    return
                 for bucket, places in enumerate(missing):
                     if place in places:
                         places.remove(place)
                         if not places:
                             grads = self.stage.gradients(version, self.stage.grads[period])
                             self.ready(period, bucket, grads)
+                            left.update(self.layout.slices[bucket].params)
 
             return hook
 

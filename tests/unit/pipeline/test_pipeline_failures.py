@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 from comm_core import EngineError
 from commsched.errors import CommError
@@ -225,6 +226,37 @@ def test_weights_that_are_read_outside_of_their_modules_are_the_new_ones() -> No
     (wanted,) = on_threads(1, work)
     for found in on_threads(2, work):
         assert_close(found, wanted)
+
+
+class Reentering(nn.Module):
+    """Uses one block twice, each time in a backward inside of the backward."""
+
+    def __init__(self, reenters: bool) -> None:
+        super().__init__()
+        self.first, self.block, self.reenters = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), reenters
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.block, torch.tanh(self.first(x)), use_reentrant=True)
+        return checkpoint(self.block, torch.tanh(x), use_reentrant=True) if self.reenters else self.block(x)
+
+
+def test_every_gradient_of_a_backward_is_sent() -> None:
+    """A bucket left with the first one of two gradients."""
+
+    def work(fabric: Any, reenters: bool = True) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Reentering(reenters)).double()
+        size = {"mesh": (1, fabric.size), "bucket_bytes": 100} if fabric.size > 1 else {}
+        pipeline = make(fabric, model, **size)
+        for batch in batches(3):
+            pipeline.step(batch)
+        return pipeline.state_dict()
+
+    (wanted,) = on_threads(1, work)
+    for found in on_threads(2, work):
+        assert_close(found, wanted)
+    with pytest.raises(ValueError, match="gradient of 0.block.* after it was sent .* use_reentrant=False"):
+        on_threads(2, lambda fabric: work(fabric, reenters=False))
 
 
 def test_a_mesh_for_another_number_of_ranks() -> None:
