@@ -482,7 +482,8 @@ class Versions:
                     " parameters of its own; with optimizer=None it trains the model's",
                     stacklevel=2,
                 )
-            leaves = [with_attributes(nn.Parameter(leaf.detach().contiguous()), leaf) for leaf in leaves]
+            # ``data`` has a version counter of its own: steps are no writes of a script (see ``Followed``).
+            leaves = [with_attributes(nn.Parameter(leaf.data.contiguous()), leaf) for leaf in leaves]
         first = Version(0, leaves)
         self.live: dict[int, Version] = {0: first}
         self.newest = first
