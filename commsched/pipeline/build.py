@@ -372,8 +372,8 @@ class UpdateMaker:
         return Stepped(stage, optimizer, parameters, self.on_step, wait_within, **shared)
 
     def _optimizer(self, stage: Stage, parameters: Sequence[nn.Parameter]) -> Optimizer | None:
-        """The user's, of whole parameters in the model's order and under its names. The function is called with
-        the caller's own, for it may choose groups by identity, and the optimizer then steps ``parameters``.
+        """The user's, of whole parameters in the model's order and under its names. The function gets the
+        caller's own, for it may choose groups by identity; the optimizer then steps ``parameters``.
         """
         if self.factory is None or not parameters:
             return None

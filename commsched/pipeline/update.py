@@ -221,9 +221,7 @@ class Stepped(Update):
             # Their state is spread over leaves and ranks: the user's optimizer shows and takes whole ones.
             optimizer.__dict__.update(state_dict=self.state_dict, load_state_dict=self.load_state_dict)
         self._handles: list[Any] = []
-        self._marked: dict[
-            int, nn.Parameter
-        ] = {}  # by place, those that complete themselves when they are read
+        self._marked: dict[int, nn.Parameter] = {}  # by place: those that are still on their way
         if wait_within:
             self._wait_within()
 
@@ -284,12 +282,13 @@ class Stepped(Update):
             if grad is None or grad.dtype == leaf.dtype:  # others are for masters
                 parameter.grad = grad
         if self.optimizer is not None and not skip:
-            if self.on_step is not None:
-                self.on_step(self.optimizer, self.taken)
-            if self.shards is None:
-                self.optimizer.step()
-            else:
-                self._step_shards(self.optimizer, self.shards)
+            with self._refusing_to_read():
+                if self.on_step is not None:
+                    self.on_step(self.optimizer, self.taken)
+                if self.shards is None:
+                    self.optimizer.step()
+                else:
+                    self._step_shards(self.optimizer, self.shards)
         self.taken += 1
         if self.buckets is not None and self.shards is not None:
             self.buckets.give(self.shards.parts)
@@ -297,6 +296,35 @@ class Stepped(Update):
         self.grads = []
         for parameter in self.parameters:
             parameter.grad = None
+
+    @contextmanager
+    def _refusing_to_read(self) -> Iterator[None]:
+        """``on_step`` and hooks of the step get an error for gradients of which this rank has a shard or a
+        float32 copy: None would mean that there are none.
+        """
+        used = [grad is not None for grad in self.grads]
+        if self.buckets is not None:
+            counts = self.buckets.used
+            used = [bool(counts[p]) if p in self.buckets.places else n for p, n in enumerate(used)]
+        hidden = [
+            place for place, p in enumerate(self.parameters) if used[place] and p.grad is None and can_pend(p)
+        ]
+        for place in hidden:
+            access = Access(partial(self._refuse_reading, place), lambda _: False, lambda _: False)
+            mark_pending(self.parameters[place], access, only_grad=True)
+        try:
+            yield
+        finally:
+            for place in hidden:
+                clear_pending(self.parameters[place])
+
+    def _refuse_reading(self, place: int) -> None:
+        raise ValueError(
+            f"stage {self.stage.number}: on_step and hooks of the optimizer cannot read or set the gradient"
+            f" of {self.stage.versions.names[place]}: each replica has a shard of it, and"
+            " master_weights=True a float32 copy; clip with max_norm=, or pass optimizer=None and take the"
+            " steps after pipeline.step()"
+        )
 
     def _step_shards(self, optimizer: Optimizer, shards: Shards) -> None:
         used = [int(grad is not None) for grad in self.grads]
@@ -393,7 +421,7 @@ class Stepped(Update):
         ``DistributedOptimizer`` do, whatever module or function reads them.
         """
         newest = self.stage.versions.newest
-        if self._handles and all(map(can_pend, newest.leaves)):
+        if newest.pending and self._handles and all(map(can_pend, newest.leaves)):
             for place in self._places_of(newest.pending) - self._marked.keys():
                 read = partial(self._take_in, frozenset([place]))
                 mark_pending(newest.leaves[place], Access(read, lambda _: False, lambda _: False))

@@ -123,8 +123,8 @@ def test_groups_by_shape_mean_the_models_parameters(mesh: tuple[int, int], sched
 @pytest.mark.parametrize("options", [{"mesh": (1, 2)}, {"mesh": (2, 2)}, {"mesh": (2, 1), "mirrored": True}])
 @pytest.mark.parametrize("make", [Normed, TiedEnds])
 def test_groups_by_identity(make: Any, options: Any) -> None:
-    """Scripts look up the model's own parameters, before the pipeline is made or in the function. It was given
-    copies, so their group was empty. Adagrad makes its state in the function.
+    """Scripts look up the model's own parameters, before the pipeline is made or in the function. It was
+    given copies, so their group was empty. Adagrad makes its state in the function.
     """
     torch.manual_seed(0)
     model, data = make().double(), batches(3)
@@ -141,7 +141,6 @@ def test_groups_by_identity(make: Any, options: Any) -> None:
             return weights_alone(params, before or weights(own.named_parameters()))
 
         pipeline = Pipeline(own, loss=loss_of, optimizer=factory, fabric=fabric, **options)
-        del own
         for batch in data:
             pipeline.step(batch)
         state = pipeline.state_dict()
@@ -249,6 +248,29 @@ def test_schedulers_and_hooks_see_the_whole_optimizer() -> None:
         scheduler.step()
     for state in on_threads(2, work):
         assert_close(state, expected.state_dict())
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_gradients_on_shards_cannot_be_read_before_a_step(hooked: bool) -> None:
+    """They read as None, and clipping them did nothing."""
+
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        clipping(1e-3)(optimizer.param_groups[0]["params"])
+
+    def work(fabric: Any) -> Any:
+        given: dict[str, Any] = {} if hooked else {"on_step": clip}
+        pipeline = Pipeline(
+            chain_model(2), mesh=(1, fabric.size), loss=loss_of, optimizer=sgd, fabric=fabric, **given
+        )
+        if hooked:
+            pipeline.optimizers[0].register_step_pre_hook(clip)
+        pipeline.step(batches(1)[0])
+        return pipeline.state_dict()
+
+    wanted = plain(chain_model(2), batches(1), of_pairs(sgd), clip=clipping(1e-3))
+    assert_close(on_threads(1, work)[0], wanted)
+    with pytest.raises(ValueError, match=r"cannot read or set the gradient of 0.weight: .*max_norm="):
+        on_threads(2, work)
 
 
 def clamp(parameters: list[nn.Parameter]) -> None:
