@@ -152,6 +152,23 @@ def test_groups_by_identity(make: Any, options: Any) -> None:
         assert_close(found, wanted)
 
 
+class Keeping(torch.optim.SGD):
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, lr=0.05)
+        self.rates = [{parameter: 0.05 for parameter in params}]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for parameter, rate in self.rates[0].items():
+                parameter -= rate * parameter.grad  # type: ignore[operator]
+
+
+def test_optimizers_may_keep_parameters_elsewhere() -> None:
+    """They are the pipeline's there, too."""
+    model, data, factory = Normed(), batches(3), of_pairs(Keeping)
+    assert_close(piped(model, data, (1, 2), factory), plain(model, data, factory))
+
+
 def weights_alone(params: list[nn.Parameter], weights: set[int]) -> torch.optim.Optimizer:
     groups = [
         {"params": [p for p in params if (id(p) in weights) == mine], "lr": 0.05 * mine} for mine in (1, 0)
