@@ -24,6 +24,7 @@ from commsched.pipeline.forward_mode import (
     Recording,
     Replay,
     StageEnded,
+    dry_run,
     intercepted,
     uncompiled,
 )
@@ -405,6 +406,7 @@ class PartialForward:
         parts = [(name, part._buffers, dict(part._buffers)) for name, part in self.model.named_modules()]
         with (
             ONE_AT_A_TIME,
+            dry_run(),
             uncompiled(),
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         ):

@@ -25,12 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode,
-    _get_current_function_mode_stack,
-    _pop_mode_temporarily,
-)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from commsched.pipeline.layers import Operations
@@ -335,10 +330,22 @@ class ForwardMode(TorchFunctionMode):
         self._function = found
 
 
+# The modes of a thread do not tell: torch takes a mode away while it handles an operation.
+_this_thread = threading.local()
+
+
+@contextmanager
+def dry_run() -> Iterator[None]:
+    before, _this_thread.dry = in_dry_run(), True
+    try:
+        yield
+    finally:
+        _this_thread.dry = before
+
+
 def in_dry_run() -> bool:
     """Whether this thread runs a forward in which nothing computes."""
-    modes = _get_current_function_mode_stack()
-    return any(isinstance(mode, ForwardMode) and not mode.layers for mode in modes)
+    return getattr(_this_thread, "dry", False)
 
 
 def _depend(tensor: Tensor, places: frozenset[int]) -> None:
