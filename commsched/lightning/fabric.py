@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from commsched.integrations import Replica, accumulating
+from commsched.integrations import Replica, accumulating, reduce_before_step
 from commsched.lightning.job import LightningJob, strategy_options
 from commsched.lightning.job import fabric as lightning
 
@@ -52,7 +52,7 @@ class FabricStrategy(DDPStrategy):
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         if getattr(self.precision, "scaler", None) is not None:
-            optimizer.reduce_before_step()
+            reduce_before_step([optimizer])
         return super().optimizer_step(optimizer, **kwargs)
 
     def clip_gradients_norm(
@@ -63,8 +63,8 @@ class FabricStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Any:
-        if optimizer._shards is None:
-            optimizer.reduce_before_step()
+        if getattr(optimizer, "_shards", None) is None:
+            reduce_before_step([optimizer])
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         if getattr(self.precision, "scaler", None) is not None:
             optimizer.synchronize()
@@ -72,7 +72,7 @@ class FabricStrategy(DDPStrategy):
         return optimizer.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
-        optimizer.reduce_before_step()
+        reduce_before_step([optimizer])
         super().clip_gradients_value(module, optimizer, clip_val)
 
     def teardown(self) -> None:

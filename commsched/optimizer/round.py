@@ -765,7 +765,8 @@ class Round:
             self._send(unsent)
             self._send_flags()
             for param in self.strangers():
-                if type(param) is nn.Parameter:  # else another optimizer's sum may be on its way
+                # Other classes: another optimizer's sum may be on its way.
+                if type(param) is nn.Parameter and (param.requires_grad or param.grad is not None):
                     self._refuse_reading(param)
             self.state, self.send_at_end, self._is_first = State.SENT, False, False
             pending = [gradient for gradient in self.reduced if not gradient.exposed]

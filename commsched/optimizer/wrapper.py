@@ -560,19 +560,24 @@ class Unplanned:
     groups: list[list[torch.Tensor]] | None
     # The last result of each parameter, and its version: one that is frozen since is not reduced again.
     _results: dict[torch.Tensor, tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=dict)
-    # Parameters whose gradients ``reduce_once`` has reduced and no backward has added to: the next reduction
-    # leaves them out, whatever a trainer has done to the gradients since.
-    _reduced: set[torch.Tensor] = field(default_factory=set)
+    # Gradients that ``reduce_once`` has reduced and no backward has added to: the next reduction leaves them
+    # out, whatever a trainer has done within their memory since.
+    _reduced: dict[torch.Tensor, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     _watched: set[torch.Tensor] = field(default_factory=set)
 
     def reduce_once(self, named: Named) -> None:
         """Reduce gradients before ``step()``, which then reduces only what a backward adds to afterwards."""
+        if self.op == Adasum:
+            return
         self.reduce(named)
-        self._reduced.update(p for _, p in named)
-        for p in self._reduced - self._watched:
+        self._reduced.update((p, weakref.ref(p.grad)) for _, p in named if p.grad is not None)
+        for p in self._reduced.keys() - self._watched:
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(self._reduced.discard)
+                p.register_post_accumulate_grad_hook(self._is_added_to)
                 self._watched.add(p)
+
+    def _is_added_to(self, p: torch.Tensor) -> None:
+        self._reduced.pop(p, None)
 
     def reduce(self, named: Named) -> None:
         """Combine these parameters' gradients over the ranks, except for Adasum, which combines updates."""
@@ -615,7 +620,7 @@ class Unplanned:
         """Return which gradients exist on any rank; others must stay None, or momentum would move them."""
         counts = torch.zeros(2, len(named), dtype=torch.int32)
         for i, (_, p) in enumerate(named):
-            if p.grad is None or p in self._reduced:
+            if p.grad is None or (p in self._reduced and self._reduced[p]() is p.grad):
                 continue
             if p.requires_grad or not self._is_result(p, p.grad):
                 counts[int(p.grad.is_sparse and not self.sparse_as_dense), i] = 1

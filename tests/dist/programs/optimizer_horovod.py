@@ -254,6 +254,35 @@ def what_is_reduced_one_by_one_is_clipped_after_it(me: Me) -> None:
             )
 
 
+@case(ranks=(2,))
+def what_is_not_reduced_before_a_step_is_in_the_step(me: Me) -> None:
+    """Adasum's updates, and gradients that user code has assigned since."""
+    models = [seeded(mlp64), seeded(mlp64)]
+    optimizers = [hvd.DistributedOptimizer(momentum(model), op=hvd.Adasum) for model in models]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(step)(model, me.rank).backward()
+        optimizers[1].reduce_before_step()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_bits(models[0].parameters(), models[1].parameters())
+    own = [
+        hvd.allgather_object([p.detach().clone() for p in models[0].parameters()])[rank] for rank in (0, 1)
+    ]
+    assert_same_bits(own[0], own[1])
+
+    model = seeded(mlp64)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), transport="plain")
+    before = [p.detach().clone() for p in model.parameters()]
+    loss_of(0)(model, me.rank).backward()
+    optimizer.clip_grad_norm_(1.0)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float(me.rank))
+    optimizer.step()
+    assert_close(model.parameters(), [p - 0.5 for p in before], terms_of(model, 1))
+
+
 @case()
 def what_is_reduced_one_by_one_goes_on_alone(me: Me) -> None:
     """After ``release()`` one rank alone trained until the time-out: it waited for the others."""
