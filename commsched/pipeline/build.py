@@ -381,10 +381,7 @@ class UpdateMaker:
         order = {name: number for number, name in enumerate(self.names)}
         with stage.versions.callers() as given:
             named = sorted(zip(names, given), key=lambda pair: order.get(pair[0], len(order)))
-            made = made_by(self.factory, dict(named))
-        own = dict(zip(given, parameters, strict=True))
-        _exchange([made.param_groups, getattr(made, "state", {}), vars(made)], own, set())
-        return made
+            return made_by(self.factory, dict(named), dict(zip(given, parameters, strict=True)))
 
     def _counts(self, tie: Tie, stage: Stage) -> bool:
         return tie.first == self.fabric.rank and min(tie.mine)[0] == stage.number
@@ -438,21 +435,6 @@ class UpdateMaker:
         reductions = [a for a in mine if a.kind is Kind.RS]
         gathers = [a for a in mine if a.kind is Kind.AG]
         return [(a.kind.value, a.index) for a in (*reductions, *gathers)]
-
-
-def _exchange(value: Any, own: Mapping[Any, nn.Parameter], seen: set[int]) -> Any:
-    """Exchange parameters for ``own`` ones, in place, within what an optimizer keeps in lists and dicts."""
-    if isinstance(value, nn.Parameter):
-        return own.get(value, value)
-    if isinstance(value, (list, dict)) and id(value) not in seen:
-        seen.add(id(value))
-        if isinstance(value, list):
-            value[:] = [_exchange(each, own, seen) for each in value]
-        else:
-            entries = [(_exchange(k, own, seen), _exchange(v, own, seen)) for k, v in value.items()]
-            value.clear()
-            value.update(entries)
-    return value
 
 
 def sparse_places(stage: Stage) -> frozenset[int]:

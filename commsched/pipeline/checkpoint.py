@@ -8,12 +8,10 @@ from copy import copy, deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.hooks import RemovableHandle
 
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.exchange import Inputs, Values
@@ -266,8 +264,8 @@ class FullState:
         # Tensors that no stage uses never change.
         self.spare = {key: value.clone() for key, value in spare.items()}
         mine = [value for stage in stages.values() for value in stage.module.state_dict().values()]
-        here = {value.data_ptr() for value in mine if isinstance(value, Tensor)}
-        tensors = {key: value for key, value in state.items() if key in held and isinstance(value, Tensor)}
+        here = {value.data_ptr() for value in mine if _has_memory(value)}
+        tensors = {key: value for key, value in state.items() if key in held and _has_memory(value)}
         others = [key for key, value in tensors.items() if value.numel() and value.data_ptr() not in here]
         self.callers_model = CallersModel(chain.model, others, fabric.rank)
 
@@ -325,13 +323,22 @@ class FullState:
 
 # -- the model that the caller passed: other ranks' weights do not come back to it ---------------------------
 
-_HANDLES: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
-
 
 def allow_state_dict(model: nn.Module) -> None:
-    """Ends the refusals for an earlier pipeline: a new one begins with the weights that the model has."""
-    for handle in _HANDLES.pop(model, []):
-        handle.remove()
+    """Ends the refusals for an earlier pipeline, also in a copy of its model: a new one begins with the
+    weights that the model has.
+    """
+    for hooks in (model._state_dict_pre_hooks, model._load_state_dict_post_hooks):
+        for key in [k for k, hook in hooks.items() if isinstance(_owner(hook), CallersModel)]:
+            del hooks[key]
+
+
+def _owner(hook: Any) -> Any:
+    return getattr(hook, "__self__", None)
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 class CallersModel:
@@ -342,8 +349,8 @@ class CallersModel:
     def __init__(self, model: nn.Module, others: list[str], rank: int) -> None:
         self.others, self.rank, self.old = others, rank, False
         if others:
-            loaded = model.register_load_state_dict_post_hook(self._loaded)
-            _HANDLES[model] = [model.register_state_dict_pre_hook(self._check), loaded]
+            model.register_load_state_dict_post_hook(self._loaded)
+            model.register_state_dict_pre_hook(self._check)
 
     def _check(self, *_: Any) -> None:
         if self.old:
@@ -351,7 +358,7 @@ class CallersModel:
             raise ValueError(
                 f"state_dict() of the model on rank {self.rank} has old values of {names}, which other ranks"
                 " train: call pipeline.state_dict() on every rank, or state_dict() of single layers of this"
-                " rank; or call model.load_state_dict(pipeline.state_dict()) before"
+                " rank; or, after pipeline.drain(), model.load_state_dict(pipeline.state_dict()) before"
             )
 
     def _loaded(self, model: nn.Module, keys: Any) -> None:

@@ -35,8 +35,6 @@ _NUMBER = "_commsched_number"  # attribute of a result: (forward, number)
 _DRAWN = -1  # the place of random numbers among the inputs
 _INPUTS = "_commsched_inputs"  # attribute of a free result: the model's inputs that its values depend on
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-
 _forwards = itertools.count()
 
 
@@ -316,11 +314,11 @@ class ForwardMode(TorchFunctionMode):
 
     def _record_function(self) -> None:
         """Note the layer of an operation in the forward of an autograd function: values in there have no
-        gradients. Autograd does not tell, but the outermost function's ``apply`` is on the stack.
+        gradients. Autograd does not tell, but the outermost ``forward`` with a context is on the stack.
         """
         found, frame = None, sys._getframe(1)
         while frame is not None:
-            found = frame if frame.f_code is _APPLY else found
+            found = frame if _is_of_function(frame) else found
             frame = frame.f_back  # type: ignore[assignment]
         functions = self.found.functions
         if found is not None and found is self._function:
@@ -328,6 +326,15 @@ class ForwardMode(TorchFunctionMode):
         elif found is not None:
             functions.append((self.current, self.current))
         self._function = found
+
+
+def _is_of_function(frame: FrameType) -> bool:
+    code = frame.f_code
+    return (
+        code.co_name == "forward"
+        and code.co_argcount > 0
+        and isinstance(frame.f_locals.get(code.co_varnames[0]), torch._C._FunctionBase)
+    )
 
 
 # The modes of a thread do not tell: torch takes a mode away while it handles an operation.

@@ -203,7 +203,7 @@ def _update(model: nn.Module, optimizer: Factory, repeat: int, types: GradientTy
     copies = {name: nn.Parameter(p.to(types.sum_type(p.dtype), copy=True)) for name, p in trained.items()}
     for copy in copies.values():
         copy.grad = torch.zeros_like(copy)
-    stepper, seconds = made_by(optimizer, copies), []
+    stepper, seconds = made_by(optimizer, copies, {}), []
     for _ in range(repeat + 1):
         start = _now(model)
         stepper.step()

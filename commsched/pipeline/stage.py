@@ -292,6 +292,8 @@ class Stage:
         if saved.head is not None:
             loss = saved.outputs[0]
             if not loss.requires_grad:
+                if not loss.detach().any():
+                    return []  # of a micro-batch without a term: outputs.new_zeros(())
                 raise ValueError(
                     f"the loss, of stage {self.number}, depends on no trained parameter (requires_grad is"
                     " False), so a step would train nothing: compute outputs and loss without detach() and"

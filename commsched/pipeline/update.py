@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from inspect import signature
 from itertools import chain
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -55,13 +56,17 @@ OnStep = Callable[[Optimizer, int], None]
 """Called before each step with its number: for learning rates."""
 
 
-def made_by(factory: Factory, named: Mapping[str, nn.Parameter]) -> Optimizer:
+def made_by(
+    factory: Factory, named: Mapping[str, nn.Parameter], own: Mapping[nn.Parameter, nn.Parameter]
+) -> Optimizer:
+    """The optimizer that a function makes of parameters, which then steps ``own`` ones in their places."""
     try:
         first = next(iter(signature(factory).parameters), None)
     except ValueError:  # of a function in C
         first = None
+    given: list[Any] = list(named.items() if first == "named_parameters" else named.values())
     try:
-        made = factory(list(named.items() if first == "named_parameters" else named.values()))
+        made = factory(given)
     except ValueError as error:
         if "empty parameter list" not in str(error):
             raise
@@ -72,13 +77,40 @@ def made_by(factory: Factory, named: Mapping[str, nn.Parameter]) -> Optimizer:
     groups = getattr(made, "param_groups", None)
     if groups is None or not callable(getattr(made, "step", None)):
         raise ValueError(f"optimizer= must return an optimizer, but returned {type(made).__name__}")
-    given = set(map(id, named.values()))
-    if any(id(parameter) not in given for group in groups for parameter in group["params"]):
+    known = set(map(id, named.values()))
+    if any(id(parameter) not in known for group in groups for parameter in group["params"]):
         raise ValueError(
             "optimizer= must make an optimizer of the parameters that it is given, a stage's; this one has"
             " others, such as the model's own, which do not train"
         )
+    _exchange([given, groups, getattr(made, "state", {}), vars(made)], own, set())
     return made
+
+
+def _exchange(value: Any, own: Mapping[Any, nn.Parameter], seen: set[int]) -> Any:
+    """Exchange parameters for ``own`` ones within what an optimizer keeps, also in variables of its hooks.
+    Lists and dicts in place: the function that made it may have kept the list that it was given.
+    """
+    if isinstance(value, nn.Parameter):
+        return own.get(value, value)
+    if type(value) in (tuple, set):
+        return type(value)(_exchange(each, own, seen) for each in value)
+    if id(value) in seen or not isinstance(value, (list, dict, Optimizer, FunctionType)):
+        return value
+    seen.add(id(value))
+    if isinstance(value, Optimizer):
+        _exchange(vars(value), own, seen)
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # it is empty
+                cell.cell_contents = _exchange(cell.cell_contents, own, seen)
+    elif isinstance(value, list):
+        value[:] = [_exchange(each, own, seen) for each in value]
+    else:
+        entries = [(_exchange(k, own, seen), _exchange(v, own, seen)) for k, v in value.items()]
+        value.clear()
+        value.update(entries)
+    return value
 
 
 class Update:

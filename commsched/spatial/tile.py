@@ -290,8 +290,9 @@ def _with_lost_weight(kwargs: dict) -> dict:
     """
     frame: Any = sys._getframe(1)
     while frame is not None and "weight" not in kwargs:
-        if frame.f_code is F.l1_loss.__code__ and frame.f_locals["weight"] is not None:
-            return {**kwargs, "weight": frame.f_locals["weight"]}
+        weight = frame.f_locals.get("weight") if frame.f_code is F.l1_loss.__code__ else None
+        if weight is not None:
+            return {**kwargs, "weight": weight}
         frame = frame.f_back
     return kwargs
 

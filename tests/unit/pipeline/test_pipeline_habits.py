@@ -1107,6 +1107,8 @@ def test_the_model_has_no_state_of_layers_that_other_ranks_train(make: Callable[
         second.step(data[2])
         refused(model)
         second.close()
+        third = Pipeline(copy.deepcopy(model), mesh=(2, 1), loss=loss_of, optimizer=sgd, fabric=fabric)
+        third.close()
         del first, second
         refused(model)
 
@@ -1114,3 +1116,6 @@ def test_the_model_has_no_state_of_layers_that_other_ranks_train(make: Callable[
     alone = attempt(model=models[0])
     alone.step(data[0])
     assert_close(dict(models[0].state_dict()), alone.state_dict())  # this rank trains all of it
+    layer = linears()[0]
+    layer.register_buffer("graph", torch.eye(8).to_sparse())
+    attempt(model=nn.Sequential(layer, nn.Tanh()).double())

@@ -163,10 +163,39 @@ class Keeping(torch.optim.SGD):
                 parameter -= rate * parameter.grad  # type: ignore[operator]
 
 
-def test_optimizers_may_keep_parameters_elsewhere() -> None:
+class Within(torch.optim.Optimizer):
+    """Steps by an optimizer within, and keeps a tuple of the parameters that it halves."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, {})
+        self.inner = torch.optim.SGD(params, lr=0.05)
+        self.halved = (params[0], params[-1])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for parameter in self.halved:
+            parameter *= 0.5
+
+
+def clipped_by_a_hook(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(params, lr=0.05)
+    matrices = [parameter for parameter in params if parameter.dim() > 1]
+
+    def clip(*_: Any) -> None:
+        assert nn.utils.clip_grad_norm_(params, 1e-3) > 1e-3
+        nn.utils.clip_grad_value_(matrices, 1e-5)
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [Keeping, Within, clipped_by_a_hook])
+def test_optimizers_may_keep_parameters_elsewhere(make: Any) -> None:
     """They are the pipeline's there, too."""
-    model, data, factory = Normed(), batches(3), of_pairs(Keeping)
-    assert_close(piped(model, data, (1, 2), factory), plain(model, data, factory))
+    model, data, factory = Normed(), batches(3), of_pairs(make)
+    mesh = (1, 1) if make is clipped_by_a_hook else (1, 2)  # gradients on shards cannot be read
+    assert_close(piped(model, data, mesh, factory), plain(model, data, factory))
 
 
 def weights_alone(params: list[nn.Parameter], weights: set[int]) -> torch.optim.Optimizer:

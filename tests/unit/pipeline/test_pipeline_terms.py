@@ -101,6 +101,18 @@ def test_micro_batches_whose_means_are_averaged_give_another_mean() -> None:
     assert losses == pytest.approx(expected, rel=EXACT)
 
 
+def test_a_loss_may_leave_out_a_micro_batch_without_terms() -> None:
+    """``new_zeros(())``, which has no graph, in the place of a sum over nothing."""
+
+    def some(outputs: Tensor, targets: Tensor) -> Tensor:
+        return sum_loss(outputs, targets) if int(count(targets)) else outputs.new_zeros(())
+
+    model, data = chain_model(2), [(x, torch.cat([y[:-5], y[-5:] * 0 + IGNORED])) for x, y in texts([ROWS])]
+    wanted, _ = in_one_process(model, data, momentum, mean_loss)
+    weights, _, _ = train(model, data, 2, momentum, some, num_microbatches=3, count=count)
+    assert_close(weights, wanted, EXACT)
+
+
 def pixel_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets, reduction="sum")
 
