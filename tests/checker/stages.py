@@ -286,7 +286,7 @@ class Plain:
         self.owner = stage_of_parameters(layout.cuts, self.model, example)
         self.newest = {n: nn.Parameter(p.detach().clone()) for n, p in self.model.named_parameters()}
         self.history = [self._copied()]
-        self.stepper = made_by(OPTIMIZERS[case.optimizer], self.newest)
+        self.stepper = made_by(OPTIMIZERS[case.optimizer], self.newest, {})
         self.losses: list[float] = []
 
     def _copied(self) -> dict[str, Tensor]:
