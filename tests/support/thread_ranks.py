@@ -8,6 +8,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import tests.support.one_process  # noqa: F401
+from commsched.errors import CommError
+
+SEEDING = threading.RLock()
+"""Held from ``torch.manual_seed()`` on, while a rank makes what it draws: ranks share torch's generator."""
 
 T = TypeVar("T")
 
@@ -15,7 +19,8 @@ T = TypeVar("T")
 def run_threads(
     size: int, work: Callable[[int], T], timeout: float, failed: Callable[[], None] = lambda: None
 ) -> list[T]:
-    """The results of ``work(rank)`` on a thread for each rank, or the first rank's exception.
+    """The results of ``work(rank)`` on a thread for each rank, or the first exception. Errors of communication
+    come last: a rank whose peer has failed may be the first to say so.
 
     ``failed`` is called when a rank raises, so that the others need not wait for it.
     """
@@ -35,7 +40,7 @@ def run_threads(
     for thread in threads:
         thread.join(timeout)
     if errors:
-        error = errors[0][1]
+        error = min(errors, key=lambda each: isinstance(each[1], CommError))[1]
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note("".join(f"\n--- rank {rank}\n{trace}" for rank, _, trace in errors))
         raise error

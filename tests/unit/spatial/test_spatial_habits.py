@@ -19,15 +19,17 @@ from commsched.channels import Channel
 from commsched.errors import CommError
 from tests.support.rounding import rounding
 from tests.support.spatial_cases import on_threads
+from tests.support.thread_ranks import SEEDING
 
 GRID = (2, 1)
 
 
 def net(seed: int = 0, channels: int = 2) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, channels, 3, padding=1)
-    ).double()
+    with SEEDING:
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, channels, 3, padding=1)
+        ).double()
 
 
 def image() -> Tensor:
