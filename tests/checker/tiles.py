@@ -27,6 +27,7 @@ from commsched.channels import Channel, ThreadHub
 from commsched.spatial.shard import default_channel
 from tests.checker import command
 from tests.checker.layers import CHANNELS, CLASSES, HEADS, LAYERS, OFTEN, Layer, made
+from tests.support import one_process
 from tests.support.rounding import rounding
 from tests.support.spatial_cases import on_threads
 
@@ -139,7 +140,7 @@ def _runs(case: Case) -> bool:
 
 
 def model_of(case: Case) -> nn.Sequential:
-    with torch.random.fork_rng():
+    with one_process.ONE_MODEL, torch.random.fork_rng():
         torch.manual_seed(case.seed)
         layers = [made(kind, seed) for kind, seed in case.layers]
         return nn.Sequential(*layers, HEADS[case.head]()).double()

@@ -1,7 +1,8 @@
-"""What ranks that are threads of one process must not do at the same time; importing this is enough.
+"""What ranks that are threads of one process must not do at the same time.
 
-The collector of garbage runs wherever an object is made, and may let another thread run. Two things do not
-bear that:
+They make models within ``seed()`` (or ``ONE_MODEL``), because they share torch's generator. For the rest
+importing this is enough: the collector of garbage runs wherever an object is made, and may let another thread
+run. Two things do not bear that:
 
 - CPython 3.11 counts the depth of all syntax trees under construction in one place. With a tree that another
   thread builds meanwhile, the first ends with "SystemError: AST constructor recursion depth mismatch". Numpy
@@ -16,14 +17,25 @@ import ast
 import functools
 import gc
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+ONE_MODEL = threading.RLock()
 _one_tree = threading.Lock()
 _one_state = threading.Lock()
 _parse = ast.parse
 _get_rng_state = torch.random.get_rng_state
+
+
+@contextmanager
+def seed(number: int) -> Iterator[None]:
+    """Draw as after ``torch.manual_seed()``, whatever other ranks make meanwhile."""
+    with ONE_MODEL:
+        torch.manual_seed(number)
+        yield
 
 
 @functools.wraps(_parse)

@@ -18,6 +18,7 @@ from torch.func import functional_call
 from commsched.pipeline import Pipeline, ThreadWorld
 from commsched.pipeline.rows import border, cut
 from scheduler.ir.program import Program
+from tests.support import one_process
 from tests.support.rounding import rounding
 from tests.support.thread_ranks import run_threads
 from tests.support.version_map import version_map
@@ -30,10 +31,10 @@ WIDTH = 6
 
 def chain_model(layers: int = 4, seed: int = 0) -> nn.Sequential:
     """So many layers, in float64."""
-    torch.manual_seed(seed)
     parts: list[nn.Module] = []
-    for _ in range(layers):
-        parts += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    with one_process.seed(seed):
+        for _ in range(layers):
+            parts += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
     return nn.Sequential(*parts).double()
 
 

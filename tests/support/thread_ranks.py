@@ -10,17 +10,14 @@ from typing import TypeVar
 import tests.support.one_process  # noqa: F401
 from commsched.errors import CommError
 
-SEEDING = threading.RLock()
-"""Held from ``torch.manual_seed()`` on, while a rank makes what it draws: ranks share torch's generator."""
-
 T = TypeVar("T")
 
 
 def run_threads(
     size: int, work: Callable[[int], T], timeout: float, failed: Callable[[], None] = lambda: None
 ) -> list[T]:
-    """The results of ``work(rank)`` on a thread for each rank, or the first exception. Errors of communication
-    come last: a rank whose peer has failed may be the first to say so.
+    """The results of ``work(rank)`` on a thread for each rank, or the first exception; a ``CommError`` comes
+    last, for a rank whose peer has failed may be the first to say so.
 
     ``failed`` is called when a rank raises, so that the others need not wait for it.
     """

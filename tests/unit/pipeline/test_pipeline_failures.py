@@ -20,6 +20,7 @@ from scheduler.ir.link import Cluster, Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.pipelines import generate
 from scheduler.pipelines.partition import partition
+from tests.support import one_process
 from tests.support.pipeline_runs import WIDTH, assert_close, batches, chain_model, loss_of, on_threads, sgd
 
 
@@ -244,8 +245,8 @@ def test_every_gradient_of_a_backward_is_sent() -> None:
     """A bucket left with the first one of two gradients."""
 
     def work(fabric: Any, reenters: bool = True) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(Reentering(reenters)).double()
+        with one_process.seed(0):
+            model = nn.Sequential(Reentering(reenters)).double()
         size = {"mesh": (1, fabric.size), "bucket_bytes": 100} if fabric.size > 1 else {}
         pipeline = make(fabric, model, **size)
         for batch in batches(3):

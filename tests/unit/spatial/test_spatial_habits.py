@@ -17,16 +17,15 @@ from torch.overrides import TorchFunctionMode
 from commsched import spatial
 from commsched.channels import Channel
 from commsched.errors import CommError
+from tests.support import one_process
 from tests.support.rounding import rounding
 from tests.support.spatial_cases import on_threads
-from tests.support.thread_ranks import SEEDING
 
 GRID = (2, 1)
 
 
 def net(seed: int = 0, channels: int = 2) -> nn.Sequential:
-    with SEEDING:
-        torch.manual_seed(seed)
+    with one_process.seed(seed):
         return nn.Sequential(
             nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, channels, 3, padding=1)
         ).double()
