@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -52,6 +52,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from commsched.collectives.carrier import epoch
 from commsched.collectives.job import rank, size
@@ -72,11 +74,11 @@ _CHUNK = 16 << 20
 def save(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> Saving:
     """Copy the job's state, and write it into ``folder`` beside training. Every rank must call.
 
-    ``state`` gives names to objects with ``state_dict()`` (models, optimizers, schedulers: equal on all
-    ranks, or spread over them), to objects with ``checkpoint()`` and ``resume()`` (pipelines: each rank has a
-    state of its own), and to tensors and other values: rank 0's are kept, nobody looks at the others'. The
-    call waits for the save before and raises its error. The ranks may share the folder, or each machine has
-    its own. The two newest generations stay in it.
+    ``state`` gives names to objects with ``state_dict()`` (models, optimizers, schedulers: where ranks may
+    differ, as in buffers, rank 0's state is kept), to objects with ``checkpoint()`` and ``resume()``
+    (pipelines: each rank has a state of its own), and to tensors and other values: rank 0's are kept, nobody
+    looks at the others'. The call waits for the save before and raises its error. The ranks may share the
+    folder, or each machine has its own. The two newest generations stay in it.
     """
     here, told = _settled(folder, (list(state), secrets.token_hex(4)))
     for other, (names, _) in enumerate(told):
@@ -247,6 +249,7 @@ class _Taken:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}  # of rank 0 alone
         self.shared: dict[str, Any] = {}  # which all ranks have
+        self.equal: set[str] = set()  # of these, the keys whose values are equal on all ranks
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.data, self.items, self.digest = io.BytesIO(), Items(), ""  # what this rank writes
 
@@ -264,6 +267,11 @@ class _Taken:
                     structure[name] = self._flattened(
                         value.state_dict() if is_state else value, (name,), items
                     )
+                if isinstance(value, nn.Module):
+                    names = (each for each, _ in value.named_parameters(remove_duplicate=False))
+                    self.equal.update(f"{name}.{each}" for each in names)
+                elif isinstance(value, torch.optim.Optimizer):
+                    self.equal.update(key for key in self.shared if self.paths[key][0] == name)
         if me == 0:
             self._add((_STRUCTURE,), structure, self.values)
         self.digest = hashlib.sha256("\n".join(self.signature).encode()).hexdigest()
@@ -290,6 +298,12 @@ class _Taken:
             return _like(value, {k: self._flattened(v, (*path, str(k)), items) for k, v in value.items()})
         if _is_branch(value):
             return [self._flattened(each, (*path, place), items) for place, each in enumerate(value)]
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
+            raise ValueError(
+                f"{'.'.join(map(str, path))} cannot be saved: save() needs whole tensors, and this is a"
+                " DTensor, of which each rank may hold another shard; save its full_tensor(), or save it"
+                " with torch.distributed.checkpoint"
+            )
         return self._add(path, value.detach() if isinstance(value, Tensor) else value, items)
 
     def _add(self, path: tuple[str | int, ...], value: Any, items: dict[str, Any]) -> str:
@@ -300,10 +314,15 @@ class _Taken:
         return key
 
     def _share(self, me: int, ranks: int) -> dict[str, Any]:
-        """Return what this rank writes. Each tensor goes to the rank with the fewest bytes so far."""
+        """Return what this rank writes. Each tensor of equal values goes to the rank with the fewest bytes.
+
+        Rank 0 writes everything else. Buffers may differ between ranks, like running statistics in data
+        parallelism: a mean of one rank beside a variance of another is a state that no rank had.
+        """
         loads, mine = [0] * ranks, {}
         for key, value in self.shared.items():
-            writer = min(range(ranks), key=loads.__getitem__) if _is_plain(value) else 0
+            is_spread = key in self.equal and _is_plain(value)
+            writer = min(range(ranks), key=loads.__getitem__) if is_spread else 0
             loads[writer] += value.nbytes if _is_plain(value) else 0
             if writer == me:
                 mine[key] = value

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 
 import commsched
@@ -85,6 +87,28 @@ def values_are_those_of_rank_0(folder: Path) -> None:
     assert found["n"] == 0 and found["best"] == {"loss": 0.5, "at": [torch.ones(1)]}
 
 
+def buffers_are_those_of_rank_0(folder: Path) -> None:
+    """A mean of rank 0 came beside a variance of rank 1: they are of one size, and went to the ranks in turn."""
+    rank = commsched.rank()
+    model = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 3))
+    for buffer in model.buffers():
+        buffer.fill_(rank + 1)
+    commsched.save({"model": model}, folder).wait()
+    assert commsched.load({"model": model}, folder) == {}
+    assert {float(value) for buffer in model.buffers() for value in buffer.flatten()} == {1.0}
+
+
+def shards_are_refused(folder: Path) -> None:
+    """Rank 0's shard came to all ranks as if it were the whole tensor."""
+    commsched.save({"epoch": 1}, folder).wait()
+    model = fully_shard(nn.Linear(4, 2), mesh=init_device_mesh("cpu", (commsched.size(),)))
+    with pytest.raises(
+        ValueError, match=r"^model.weight cannot be saved: .* full_tensor\(\), or save it with torch"
+    ):
+        commsched.save({"model": model}, folder)
+    assert commsched.load({}, folder) == {"epoch": 1}
+
+
 def first(folder: Path) -> None:
     for gather in GATHERS:
         model, optimizer = made(gather, 1)
@@ -93,13 +117,24 @@ def first(folder: Path) -> None:
         optimizer.close()
         model, optimizer = made(gather, 1)
         train(model, optimizer, range(4))
-        state = {"model": model, "optimizer": optimizer, "steps": 4, "own": Own([commsched.rank(), torch.ones(2)])}
+        state = {
+            "model": model,
+            "optimizer": optimizer,
+            "steps": 4,
+            "own": Own([commsched.rank(), torch.ones(2)]),
+        }
         saving = commsched.save(state, folder / gather)
         train(model, optimizer, range(4, 8))  # while it is written
         saving.wait()
         optimizer.close()
-    checks = own_states, other_items, values_are_those_of_rank_0, a_rank_that_fails, a_damaged_part
-    for check in (*checks, folders_of_their_own):
+    checks = (
+        own_states,
+        other_items,
+        values_are_those_of_rank_0,
+        buffers_are_those_of_rank_0,
+        shards_are_refused,
+    )
+    for check in (*checks, a_rank_that_fails, a_damaged_part, folders_of_their_own):
         check(folder / check.__name__)
         print(check.__name__, "is right")
 
@@ -123,7 +158,9 @@ def own_states(folder: Path) -> None:
 
 
 def other_items(folder: Path) -> None:
-    with pytest.raises(CommError, match=r"rank 0 has x.weight .*\(2, 1\) where rank 1 has x.weight .*\(3, 1\)"):
+    with pytest.raises(
+        CommError, match=r"rank 0 has x.weight .*\(2, 1\) where rank 1 has x.weight .*\(3, 1\)"
+    ):
         commsched.save({"x": nn.Linear(1, 2 + commsched.rank())}, folder)
     with pytest.raises(ValueError, match=r"rank 0 has \['x0'\], rank 1 \['x1'\]"):
         commsched.save({f"x{commsched.rank()}": 0}, folder)
@@ -142,7 +179,9 @@ def a_rank_that_fails(folder: Path) -> None:
     if commsched.rank() == 1:
         checkpoint._write_file = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # type: ignore[assignment]
     saving = commsched.save({"epoch": 2}, folder)
-    with pytest.raises(CommError, match=r"is not saved: .*: rank 1 cannot write .*__1_0.distcp: No space left on de"):
+    with pytest.raises(
+        CommError, match=r"is not saved: .*: rank 1 cannot write .*__1_0.distcp: No space left on de"
+    ):
         saving.wait()
     checkpoint._write_file = written  # type: ignore[assignment]
     assert quietly(lambda: commsched.load({}, folder)) == {"epoch": 1}
