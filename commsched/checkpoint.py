@@ -59,7 +59,7 @@ from commsched.collectives.carrier import epoch
 from commsched.collectives.job import rank, size
 from commsched.collectives.operations import allgather_object, broadcast_object
 from commsched.env import settings
-from commsched.errors import CommError
+from commsched.errors import CheckpointError, CommError
 
 Items = dict[str, tuple[int, int]]
 """Offset and length of each item in the part of the rank that writes it."""
@@ -133,7 +133,7 @@ def load(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> dict[str, 
             return _put(values, state, here.path / name, len(seen[name]))
         reasons.append(reason)
     if not _never_ended(seen):
-        raise CommError(
+        raise CheckpointError(
             f"rank {rank()}: no generation in {here.path} is whole: {'; '.join(reasons)}; bring the files"
             " back, or choose another folder to start anew"
         )
@@ -158,12 +158,12 @@ class Saving:
         try:
             write()
         except BaseException as error:
-            reason = str(error) if isinstance(error, CommError) else repr(error)
+            reason = str(error) if isinstance(error, CheckpointError) else repr(error)
             self._failure = f"{self.name}: {reason}"
             warnings.warn(f"a checkpoint is not saved: {self._failure}", stacklevel=1)
 
     def wait(self) -> None:
-        """Return when every rank has written; ``CommError`` if one could not. Every rank must call."""
+        """Return when every rank has written; ``CheckpointError`` if one could not. Every rank must call."""
         if self._here.saving is self:  # else a later call has waited
             _settled(self._here.path)
 
@@ -220,7 +220,7 @@ def _settled(folder: str | os.PathLike[str], said: Any = None) -> tuple[_Folder,
     newest = max((int(name[:8]) for name in _generations(path)), default=0)
     told = allgather_object((failure, here.told_whole(whole), newest, said), "commsched.checkpoint")
     if failures := [each[0] for each in told if each[0]]:
-        raise CommError(
+        raise CheckpointError(
             f"{'; '.join(failures)}; the newest generation known to be whole: {here.whole or 'none'}"
         )
     here.whole = told[0][1] if all(each[1] == told[0][1] for each in told) else None
@@ -394,7 +394,7 @@ def _raise_difference(mine: list[str], other: int) -> None:
     told = allgather_object(mine, "commsched.save.signature")
     pairs = zip([*told[0], "nothing"], [*told[other], "nothing"])
     expected, actual = next(pair for pair in pairs if pair[0] != pair[1])
-    raise CommError(
+    raise CheckpointError(
         f"nothing is saved: rank 0 has {expected} where rank {other} has {actual}; make the same objects on"
         " every rank"
     )
@@ -426,7 +426,7 @@ def _write(folder: Path, whole: str | None, manifest: Mapping[str, Any], files: 
         for name in (*files, path.name, last.name):
             with suppress(OSError):
                 os.unlink(target / name)
-        raise CommError(
+        raise CheckpointError(
             f"rank {manifest['rank']} cannot write {error.filename or path}: {error.strerror}; {full}"
         ) from error
 

@@ -25,6 +25,14 @@ class CommError(_Failure):
     """
 
 
+class CheckpointError(CommError):
+    """A checkpoint cannot be saved or loaded, though no rank is lost; raised on all ranks alike.
+
+    The cause is the folder, the disk or what the ranks save. Another try would fail in the same way:
+    ``elastic.run`` raises the error where it goes on after any other ``CommError``.
+    """
+
+
 # Horovod's name for the same failures: its scripts write `except hvd.HorovodInternalError`.
 HorovodInternalError = CommError
 

@@ -8,6 +8,7 @@
     or CommError, which    restored    sync(), call again
     is one: a lost rank
     HostsUpdatedInterrupt  stays       the same; without sync() if all ranks can do without
+    CheckpointError        stays       it ends all processes: every rank raises it, and would do so again
     another exception      stays       it ends this process, and the other ranks lose a rank
 
 Only horovodrun's elastic driver can begin an epoch without a lost rank (``process.rendezvous``). Under every
@@ -28,7 +29,7 @@ from commsched.collectives.job import init, renew, shutdown
 from commsched.collectives.operations import allgather_object
 from commsched.elastic.state import State
 from commsched.env import settings
-from commsched.errors import CommError, HostsUpdatedInterrupt
+from commsched.errors import CheckpointError, CommError, HostsUpdatedInterrupt
 from commsched.optimizer.distributed import lasting
 from commsched.process.launch import detect_launch
 from commsched.process.rendezvous import launcher_server
@@ -63,6 +64,8 @@ def run(
                     return _called(func, state, *args, **kwargs)
                 except HostsUpdatedInterrupt as interrupt:
                     can_skip = _ended_in_order(state, elastic) and interrupt.skip_sync
+                except CheckpointError:
+                    raise
                 except _Failure as error:
                     _roll_back(state, error, elastic)
                     can_skip = False

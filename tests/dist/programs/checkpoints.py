@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 import commsched
 from commsched import checkpoint
-from commsched.errors import CommError
+from commsched.errors import CheckpointError, CommError
 
 GATHERS = ("gradients", "parameters")
 
@@ -159,7 +159,7 @@ def own_states(folder: Path) -> None:
 
 def other_items(folder: Path) -> None:
     with pytest.raises(
-        CommError, match=r"rank 0 has x.weight .*\(2, 1\) where rank 1 has x.weight .*\(3, 1\)"
+        CheckpointError, match=r"rank 0 has x.weight .*\(2, 1\) where rank 1 has x.weight .*\(3, 1\)"
     ):
         commsched.save({"x": nn.Linear(1, 2 + commsched.rank())}, folder)
     with pytest.raises(ValueError, match=r"rank 0 has \['x0'\], rank 1 \['x1'\]"):
@@ -180,7 +180,7 @@ def a_rank_that_fails(folder: Path) -> None:
         checkpoint._write_file = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # type: ignore[assignment]
     saving = commsched.save({"epoch": 2}, folder)
     with pytest.raises(
-        CommError, match=r"is not saved: .*: rank 1 cannot write .*__1_0.distcp: No space left on de"
+        CheckpointError, match=r"is not saved: .*: rank 1 cannot write .*__1_0.distcp: No space left on de"
     ):
         saving.wait()
     checkpoint._write_file = written  # type: ignore[assignment]
@@ -216,7 +216,7 @@ def folders_of_their_own(folder: Path) -> None:
     before = sorted(mine.rglob("*"))
     if commsched.rank() == 0:
         shutil.rmtree(mine)
-    with pytest.raises(CommError, match=r"no generation .* is whole: .* has no manifest-0.json"):
+    with pytest.raises(CheckpointError, match=r"no generation .* is whole: .* has no manifest-0.json"):
         commsched.load({}, mine)
     assert commsched.rank() == 0 or sorted(mine.rglob("*")) == before
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 
 import pytest
 import torch
 
 import commsched as hvd
+from commsched import checkpoint
 from commsched.collectives import job
 from commsched.elastic import recovery
 
@@ -105,6 +107,29 @@ def test_other_errors_end_the_function(driver):
     with pytest.raises(ZeroDivisionError):
         failing(ZeroDivisionError())(state, 5)
     assert state.calls == ["sync", "call"]
+
+
+@pytest.mark.filterwarnings("ignore:a checkpoint is not saved")
+@pytest.mark.parametrize("act", ["load", "save"])
+def test_a_checkpoint_that_cannot_be_read_or_written_ends_the_function(driver, monkeypatch, tmp_path, act):
+    """Such errors counted as lost ranks: the job restored its commit and failed again, for ever."""
+    hvd.init()
+    hvd.save({"epoch": 1}, tmp_path).wait()
+    state = Recorded()
+
+    @hvd.elastic.run
+    def function(state):
+        state.calls.append("call")
+        if state.calls.count("call") == 1:
+            hvd.load({}, tmp_path) if act == "load" else hvd.save({"epoch": 2}, tmp_path).wait()
+
+    if act == "load":
+        next(tmp_path.glob("*/__0_0.distcp")).unlink()
+    else:
+        monkeypatch.setattr(checkpoint, "_write_file", lambda *_: os.stat(tmp_path / "no disk"))
+    with pytest.raises(hvd.CommError, match="no generation in .* is whole|cannot write .*no disk"):
+        function(state)
+    assert state.calls == ["sync", "call"] and not driver
 
 
 def test_horovods_own_errors_are_caught(driver):
