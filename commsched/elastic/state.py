@@ -11,7 +11,7 @@ import torch
 
 from commsched.collectives.job import rank
 from commsched.collectives.model_state import broadcast_parameters, share_optimizer_state
-from commsched.collectives.operations import broadcast_object
+from commsched.collectives.operations import allgather_object, broadcast_object
 from commsched.elastic.sampler import ElasticSampler
 from commsched.errors import HostsUpdatedInterrupt
 
@@ -150,9 +150,23 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
+        """Give every rank the state of rank 0, or raise the same ``ValueError`` on all. Collective."""
+        # Each handler communicates in its own way: ranks with different handlers would wait for each other.
+        every = allgather_object(self._kinds(), "commsched.elastic.kinds")
+        differ = [other for other, kinds in enumerate(every) if kinds != every[0]]
+        if differ:
+            raise ValueError(
+                "TorchState must have the same objects with a state, in the same order, on all ranks, but"
+                f" rank 0 has {every[0]} and rank {differ[0]} has {every[differ[0]]}; a new rank lacks what"
+                " the function of elastic.run makes: make it before the function, and pass it to TorchState()"
+            )
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
+
+    def _kinds(self) -> list[tuple[str, str]]:
+        """Return the attributes with handlers and their kinds, as they are synchronised."""
+        return [(name, type(handler).__name__) for name, handler in self._handlers.items()]
 
     def reset(self) -> None:
         """Adapt samplers to the present ranks: where hosts were only removed, no ``sync()`` follows."""

@@ -165,6 +165,18 @@ def test_what_has_a_state_goes_back_without_a_kind():
     assert schedule.last_epoch == 0 and optimizer.param_groups[0]["lr"] == 0.1
 
 
+def test_a_new_rank_that_lacks_an_optimizer_is_named(monkeypatch):
+    """Where the function makes the optimizer, a new rank has none yet; it waited in another broadcast."""
+    model, optimizer, _ = trained()
+    state, of_new_rank = (hvd.elastic.TorchState(model) for _ in range(2))
+    state.optimizer = optimizer
+    monkeypatch.setattr(states, "allgather_object", lambda mine, name: [mine, mine, of_new_rank._kinds()])
+    with pytest.raises(
+        ValueError, match=r"'optimizer', 'OptimizerStateHandler'.* and rank 2 has \[\('model'"
+    ):
+        state.sync()
+
+
 def test_gradients_stay_where_all_get_one_state():
     model = torch.nn.Linear(2, 1)
     state = hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1))
