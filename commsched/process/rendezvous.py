@@ -4,6 +4,19 @@ Rank 0 listens. Where the launcher provides no address, rank 0 publishes its own
 key-value server, one MPI broadcast or Horovod itself. Every rank then writes a record into the store. The
 records show missing ranks, duplicate ranks and different numbers of ranks.
 
+[Note: restarts]
+torchrun's agents start the ranks of a failed job again, and its store keeps what the ended ranks wrote. No
+variable tells the attempts apart: TORCHELASTIC_RESTART_COUNT grows only on the node whose rank failed.
+So rank 0 tells the others where the records of this attempt are, in the first meeting of each process:
+
+    every rank     adds 1 to commsched/arrivals: the sum is the number of its arrival
+    rank 0         looks for new arrivals until all have met; sets commsched/job/ARRIVAL to its own arrival
+    another rank   waits for commsched/job/ARRIVAL
+    all            write and read the records under commsched/RANK 0'S ARRIVAL/MEETING
+
+No other process has the same arrival, so the answers to ended ranks mislead nobody, and a rank 0 that has met
+or ended answers nobody.
+
 [Note: epochs]
 Under most launchers a process keeps its rank, and a second ``init()`` needs every rank again. The store is
 kept for it. Under horovodrun's elastic driver (``launch.elastic``) ranks come and go, also rank 0. Such a job
@@ -58,6 +71,7 @@ _POLL_SECONDS = 0.02
 # What the driver answers, in its order.
 _PLACE = tuple(f"HOROVOD_{name}" for name in "RANK SIZE LOCAL_RANK LOCAL_SIZE CROSS_RANK CROSS_SIZE".split())
 _LINGER_SECONDS = 20.0
+_ARRIVALS = "commsched/arrivals"
 
 
 @dataclass(frozen=True)
@@ -88,23 +102,24 @@ class Meeting:
         return nodes.index(self.launch.node), len(nodes)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _StoreConnection:
     """This process's connection to the job's store. It outlives shutdown(), so that init() works again."""
 
     store: Store
     own_address: str
     master_address: str
+    job: int | None = None  # the arrival of rank 0 [Note: restarts]
+    meetings: int = 0
 
 
 _connection: _StoreConnection | None = None
-_generation = 0  # counts the meetings over this connection
 _has_met = False  # the place that the launcher's variables tell has served for a meeting
 
 
 def meet(launch: Launch, publish: Publish | None = None) -> Meeting:
     """Wait for all ranks of `launch`; ``CommError`` names a rank that is missing or disagrees."""
-    global _connection, _generation, _has_met
+    global _connection, _has_met
     _has_met = True
     failure_monitor.begin_job()
     if launch.elastic:
@@ -113,14 +128,16 @@ def meet(launch: Launch, publish: Publish | None = None) -> Meeting:
         record = Record(0, 1, 0, launch.node, "127.0.0.1", "127.0.0.1")
         return Meeting(launch, HashStore(), (record,), "127.0.0.1")
     if _connection is None:
-        _connection, _generation = _connect(launch, publish), 0
-    _generation += 1
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"commsched/{restart}/{_generation}", _connection.store)
+        _connection = _connect(launch, publish)
     own, master = _connection.own_address, _connection.master_address
     mine = Record(launch.rank, launch.size, launch.local_rank, launch.node, own, master)
+    deadline = time.monotonic() + settings().start_timeout
     try:
-        records = _exchange_records(store, mine)
+        if _connection.job is None:
+            _connection.job = _arrive(_connection.store, mine, deadline)
+        _connection.meetings += 1
+        store = PrefixStore(f"commsched/{_connection.job}/{_connection.meetings}", _connection.store)
+        records = _exchange_records(store, mine, deadline, _connection)
     except CommError:
         raise
     except RuntimeError as error:  # the store's server is gone
@@ -273,12 +290,31 @@ def _timeout() -> timedelta:
     return timedelta(seconds=settings().timeout)
 
 
-def _exchange_records(store: Store, mine: Record) -> tuple[Record, ...]:
-    """Write this rank's record, wait for those of all ranks and compare each as it arrives."""
+def _arrive(store: Store, mine: Record, deadline: float) -> int:
+    """Return the number of rank 0's arrival. The other ranks wait until rank 0 tells it."""
+    arrival = store.add(_ARRIVALS, 1)
+    while mine.rank != 0 and not store.check([f"commsched/job/{arrival}"]):
+        if time.monotonic() > deadline:
+            raise CommError(
+                f"rank {mine.rank} waited {settings().start_timeout:g} s (COMMSCHED_START_TIMEOUT) for"
+                f" {mine.size} ranks; missing: [0]. Did it start, does it call init(), and is this the only"
+                f" process that was started as rank {mine.rank}?"
+            )
+        time.sleep(_POLL_SECONDS)
+    return arrival if mine.rank == 0 else int(store.get(f"commsched/job/{arrival}"))
+
+
+def _exchange_records(
+    store: Store, mine: Record, deadline: float, connection: _StoreConnection
+) -> tuple[Record, ...]:
+    """Write this rank's record, wait for those of all ranks and compare each. Rank 0 answers arrivals."""
     store.set(f"record/{store.add('records', 1)}", json.dumps(asdict(mine)))
     records: dict[int, Record] = {}
-    read, deadline = 0, time.monotonic() + settings().start_timeout
+    read, answered = 0, 0
     while len(records) < mine.size:
+        while mine.rank == 0 and connection.meetings == 1 and answered < connection.store.add(_ARRIVALS, 0):
+            answered += 1
+            connection.store.set(f"commsched/job/{answered}", str(connection.job))
         if time.monotonic() > deadline:
             missing = sorted(set(range(mine.size)) - set(records))
             raise CommError(

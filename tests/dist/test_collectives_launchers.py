@@ -48,6 +48,41 @@ def test_torchrun(expected):
     run_script("torchrun", expected, "torch")
 
 
+AGENT = """
+import os, subprocess, sys
+node, port = os.environ["RANK"], os.environ["MASTER_PORT"]
+for name in [name for name in os.environ if "RANK" in name or "WORLD" in name or name.startswith("MASTER")]:
+    del os.environ[name]
+agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+raise SystemExit(subprocess.call([*agent, *place, "--max-restarts", "1", *sys.argv[1:], node, port]))
+"""
+FAILS_ONCE = """
+import os, pathlib, sys, time
+import commsched as hvd
+failed, node = pathlib.Path(__file__).with_name("failed"), sys.argv[1]
+again = failed.exists()
+hvd.init()
+hvd.barrier()
+if not again and (node, hvd.local_rank()) == ("1", 0):
+    failed.touch()
+    os._exit(3)
+time.sleep(0 if again else 600)  # the agent ends the ranks of the first attempt
+for _ in range(2):
+    print("came through", hvd.allgather_object(hvd.rank()), os.environ["TORCHELASTIC_RESTART_COUNT"])
+    hvd.shutdown()
+    hvd.init()
+"""
+
+
+def test_torchrun_on_two_nodes_starts_all_ranks_again(tmp_path):
+    """Only the agent of the node whose rank failed counts the restart; the counts kept the nodes apart."""
+    (tmp_path / "fails_once.py").write_text(FAILS_ONCE)
+    results = run_ranks(AGENT, 2, [str(tmp_path / "fails_once.py")], check=True)
+    counts = {line.split("] ")[1] for result in results for line in result.stdout.splitlines()}
+    assert [r.stdout.count("came through [0, 1, 2, 3]") for r in results] == [4, 4] and counts == {"0", "1"}
+
+
 def test_variables_of_torchrun_set_by_hand(expected):
     run_script("torchrun-env", expected, "torch", size=3)
 
