@@ -180,13 +180,8 @@ def test_values_travel_and_not_their_views() -> None:
         assert not sent.is_conj() and not sent.is_neg() and torch.equal(sent, view)
 
 
-def test_hooks_that_read_weights_see_the_new_ones() -> None:
-    """Pruning computes a layer's weight in a hook, which ran before the one that waits for the weights."""
-
-    model = chain_model(2)
-    with torch.no_grad():  # else the model cannot be copied
-        for layer in (layer for layer in model if isinstance(layer, nn.Linear)):
-            prune.random_unstructured(layer, "weight", amount=0.5)
+def replicas_train_as_one_rank(model: nn.Module) -> None:
+    """In buckets so small that a step has several under way."""
 
     def work(fabric: Any) -> dict[str, Tensor]:
         size = {"mesh": (1, fabric.size), "bucket_bytes": 100} if fabric.size > 1 else {}
@@ -197,7 +192,18 @@ def test_hooks_that_read_weights_see_the_new_ones() -> None:
 
     (wanted,) = on_threads(1, work)
     for found in on_threads(2, work):
-        assert all(torch.allclose(found[name], value) for name, value in wanted.items())
+        assert_close(found, wanted)
+
+
+def test_hooks_that_read_weights_see_the_new_ones() -> None:
+    """Pruning computes a layer's weight in a hook, which ran before the one that waits for the weights."""
+
+    model = chain_model(2)
+    with torch.no_grad():  # else the model cannot be copied
+        for layer in (layer for layer in model if isinstance(layer, nn.Linear)):
+            prune.random_unstructured(layer, "weight", amount=0.5)
+
+    replicas_train_as_one_rank(model)
 
 
 class Borrowing(nn.Module):
@@ -217,16 +223,7 @@ def test_weights_that_are_read_outside_of_their_modules_are_the_new_ones() -> No
     torch.manual_seed(0)
     model = Borrowing().double()
 
-    def work(fabric: Any) -> dict[str, Tensor]:
-        size = {"mesh": (1, fabric.size), "bucket_bytes": 100} if fabric.size > 1 else {}
-        pipeline = make(fabric, model, **size)
-        for batch in batches(4):
-            pipeline.step(batch)
-        return pipeline.state_dict()
-
-    (wanted,) = on_threads(1, work)
-    for found in on_threads(2, work):
-        assert_close(found, wanted)
+    replicas_train_as_one_rank(model)
 
 
 class Reentering(nn.Module):
@@ -244,20 +241,11 @@ class Reentering(nn.Module):
 def test_every_gradient_of_a_backward_is_sent() -> None:
     """A bucket left with the first one of two gradients."""
 
-    def work(fabric: Any, reenters: bool = True) -> dict[str, Tensor]:
-        with one_process.seed(0):
-            model = nn.Sequential(Reentering(reenters)).double()
-        size = {"mesh": (1, fabric.size), "bucket_bytes": 100} if fabric.size > 1 else {}
-        pipeline = make(fabric, model, **size)
-        for batch in batches(3):
-            pipeline.step(batch)
-        return pipeline.state_dict()
-
-    (wanted,) = on_threads(1, work)
-    for found in on_threads(2, work):
-        assert_close(found, wanted)
+    with one_process.seed(0):
+        right, wrong = (nn.Sequential(Reentering(reenters)).double() for reenters in (True, False))
+    replicas_train_as_one_rank(right)
     with pytest.raises(ValueError, match="gradient of 0.block.* after it was sent .* use_reentrant=False"):
-        on_threads(2, lambda fabric: work(fabric, reenters=False))
+        replicas_train_as_one_rank(wrong)
 
 
 def test_a_mesh_for_another_number_of_ranks() -> None:
