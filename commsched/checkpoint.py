@@ -92,14 +92,17 @@ def save(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> Saving:
     except Exception as error:  # told to the other ranks, which would wait for this one
         failure = error
     said = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    told = allgather_object((said, taken.digest, taken.items), "commsched.save.items")
+    is_lost = isinstance(failure, CommError) and not isinstance(failure, CheckpointError)
+    told = allgather_object((said, is_lost, taken.digest, taken.items), "commsched.save.items")
     if failure is not None:
         raise failure
     failures = [f"rank {r} could not take its state: {each[0]}" for r, each in enumerate(told) if each[0]]
     if failures:
-        raise CommError(f"nothing is saved: {'; '.join(failures)}")
-    for other, (_, digest, _) in enumerate(told):
-        if digest != told[0][1]:
+        # Another kind where a rank is lost: elastic jobs go on after that one alone.
+        kind = CommError if any(each[1] for each in told) else CheckpointError
+        raise kind(f"nothing is saved: {'; '.join(failures)}")
+    for other, (*_, digest, _) in enumerate(told):
+        if digest != told[0][2]:
             _raise_difference(taken.signature, other)
     files: dict[str, Any] = {_part(me): taken.data.getbuffer()}
     if me == 0:
@@ -271,6 +274,7 @@ class _Taken:
                     names = (each for each, _ in value.named_parameters(remove_duplicate=False))
                     self.equal.update(f"{name}.{each}" for each in names)
                 elif isinstance(value, torch.optim.Optimizer):
+                    _refuse_shards(name, value)
                     self.equal.update(key for key in self.shared if self.paths[key][0] == name)
         if me == 0:
             self._add((_STRUCTURE,), structure, self.values)
@@ -376,6 +380,16 @@ def _like(nested: Any, content: Mapping[Any, Any]) -> Any:
 
 def _is_own(value: Any) -> bool:
     return hasattr(value, "checkpoint") and hasattr(value, "resume")
+
+
+def _refuse_shards(name: str, optimizer: torch.optim.Optimizer) -> None:
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    if any(getattr(each, "_fsdp_flattened", False) for each in parameters):
+        raise ValueError(
+            f"{name} cannot be saved: save() needs whole tensors, and its parameters are those of"
+            " FullyShardedDataParallel, of which each rank holds another shard; save"
+            " FullyShardedDataParallel.optim_state_dict(model, optimizer) with torch.distributed.checkpoint"
+        )
 
 
 def _is_plain(value: Any) -> bool:

@@ -138,9 +138,12 @@ def meet(launch: Launch, publish: Publish | None = None) -> Meeting:
         _connection.meetings += 1
         store = PrefixStore(f"commsched/{_connection.job}/{_connection.meetings}", _connection.store)
         records = _exchange_records(store, mine, deadline, _connection)
-    except CommError:
-        raise
-    except RuntimeError as error:  # the store's server is gone
+    except RuntimeError as error:
+        if _connection.meetings == 1:  # the next init() is the first again: rank 0 answers late ranks
+            _connection.job, _connection.meetings = None, 0
+        if isinstance(error, CommError):
+            raise
+        # The store's server is gone.
         raise CommError(f"rank 0 ended while rank {mine.rank} was waiting for all ranks: {error}") from error
     return Meeting(launch, store, records, _reachable_address(mine, records))
 

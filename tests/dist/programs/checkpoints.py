@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils._pytree import tree_leaves
 
 import commsched
@@ -107,6 +107,9 @@ def shards_are_refused(folder: Path) -> None:
     ):
         commsched.save({"model": model}, folder)
     assert commsched.load({}, folder) == {"epoch": 1}
+    flat = FullyShardedDataParallel(nn.Linear(4, 2), device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"^optimizer cannot be saved: .* save FullyShardedDataParallel.optim_s"):
+        commsched.save({"optimizer": torch.optim.Adam(flat.parameters())}, folder)
 
 
 def first(folder: Path) -> None:
@@ -171,9 +174,16 @@ def a_rank_that_fails(folder: Path) -> None:
     def fail() -> None:
         raise RuntimeError("no state")
 
-    kind, said = (RuntimeError, "^no state") if commsched.rank() == 1 else (CommError, "rank 1 .*: no state")
-    with pytest.raises(kind, match=said):
-        commsched.save({"own": Own(fail if commsched.rank() == 1 else 0)}, folder)
+    def lose() -> None:
+        raise CommError("rank 7 is lost")
+
+    for act, of, kind, said in (
+        (fail, RuntimeError, CheckpointError, "no state"),
+        (lose, CommError, CommError, "rank 7 is lost"),
+    ):
+        with pytest.raises(of if commsched.rank() == 1 else kind, match=said) as raised:
+            commsched.save({"own": Own(act if commsched.rank() == 1 else 0)}, folder)
+        assert commsched.rank() == 1 or (type(raised.value) is kind and "rank 1" in str(raised.value))
     commsched.save({"epoch": 1}, folder).wait()
     written = checkpoint._write_file
     if commsched.rank() == 1:

@@ -1,12 +1,25 @@
 """Addresses at which other ranks reach this one, and the comparison of the ranks' records."""
 
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from torch.distributed import PrefixStore, TCPStore
 
+from commsched.env import read_settings
 from commsched.errors import CommError
+from commsched.process import rendezvous
+from commsched.process.launch import Launch
 from commsched.process.network import first_reachable, is_loopback, own_addresses
-from commsched.process.rendezvous import Record, _disagreement, _reachable_address, launcher_server
+from commsched.process.rendezvous import (
+    Record,
+    _arrive,
+    _disagreement,
+    _exchange_records,
+    _reachable_address,
+    launcher_server,
+)
 
 
 def record(rank, size=2, own="10.0.0.1", master="10.0.0.1"):
@@ -83,3 +96,21 @@ def test_localhost_is_dialled_over_ipv4():
             "127.0.0.1",
             "127.0.0.1",
         )
+
+
+def test_a_rank_that_starts_after_the_first_init_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 answered no arrival at its second try, so that the late rank waited until the time-out."""
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    launch = Launch("torchrun", 0, 2, 0, 1, "host0")
+    here, late = (rendezvous._StoreConnection(store, "127.0.0.1", "127.0.0.1") for _ in range(2))
+    monkeypatch.setattr(rendezvous, "_connection", here)
+    patience = {"COMMSCHED_START_TIMEOUT": "0.2"}
+    monkeypatch.setattr(rendezvous, "settings", lambda: read_settings(patience))
+    with pytest.raises(CommError, match=r"missing: \[1\]"):
+        rendezvous.meet(launch)
+    patience["COMMSCHED_START_TIMEOUT"] = "60"
+    with ThreadPoolExecutor(1) as threads:
+        first, deadline = threads.submit(rendezvous.meet, launch), time.monotonic() + 60
+        records = PrefixStore(f"commsched/{_arrive(store, record(1), deadline)}/1", store)
+        met = _exchange_records(records, record(1), deadline, late)
+        assert met == first.result().records and [each.rank for each in met] == [0, 1]
