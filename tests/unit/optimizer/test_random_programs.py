@@ -48,6 +48,7 @@ Steps = list[tuple[str, dict[str, Any]]]
 LOSS: dict[str, Any] = {"loss": {}}
 BACKWARD, STEP = ("backward", LOSS), ("step", {})
 TRAIN = ("train", {"loss": {}, "steps": 2, "clear": "optimizer", "first": False})
+AT_ONCE = ("train", {"loss": {}, "steps": 1, "clear": "optimizer", "first": False})
 SHARDS = {"gather": "parameters"}
 EARLY = SHARDS | {"early_step": True, "lateness": 0.0}
 FREEZE, ADD = ("freeze", {"place": 4, "what": "module", "on": True}), ("add_group", {})
@@ -362,8 +363,13 @@ FOUND: list[tuple[dict[str, Any], Steps]] = [
     ),
     # Gradients that had been gathered were used up by a step in which a new plan was made.
     (SHARDS, [BACKWARD, ("synchronize", {}), ADD, STEP, BACKWARD]),
+    # Frozen after one step, unfrozen after the next: a step later, a block got its whole gradient too much.
+    *[
+        (options, [TRAIN, FREEZE, AT_ONCE, ("unfreeze", {}), AT_ONCE, AT_ONCE])
+        for options in ({}, SHARDS, {"op": "sum"}, SHARDS | {"optimizer": "adamw"})
+    ],
 ]
-"""Programs that failed once, drawn at random."""
+"""Programs that failed once, nearly all drawn at random."""
 
 
 @pytest.mark.filterwarnings("ignore")
