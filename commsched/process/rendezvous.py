@@ -7,15 +7,17 @@ records show missing ranks, duplicate ranks and different numbers of ranks.
 [Note: restarts]
 torchrun's agents start the ranks of a failed job again, and its store keeps what the ended ranks wrote. No
 variable tells the attempts apart: TORCHELASTIC_RESTART_COUNT grows only on the node whose rank failed.
-So rank 0 tells the others where the records of this attempt are, in the first meeting of each process:
+So rank 0 tells the others where the records of this attempt are, in the first meeting of their processes:
 
     every rank     adds 1 to commsched/arrivals: the sum is the number of its arrival
     rank 0         looks for new arrivals until all have met; sets commsched/job/ARRIVAL to its own arrival
+                   and the number of its meeting: the second one where a first init() has failed
     another rank   waits for commsched/job/ARRIVAL
     all            write and read the records under commsched/RANK 0'S ARRIVAL/MEETING
 
 No other process has the same arrival, so the answers to ended ranks mislead nobody, and a rank 0 that has met
-or ended answers nobody.
+or ended answers nobody. Ranks that were told count further meetings as rank 0 does: each init() is one, also
+one that fails.
 
 [Note: epochs]
 Under most launchers a process keeps its rank, and a second ``init()`` needs every rank again. The store is
@@ -134,16 +136,14 @@ def meet(launch: Launch, publish: Publish | None = None) -> Meeting:
     deadline = time.monotonic() + settings().start_timeout
     try:
         if _connection.job is None:
-            _connection.job = _arrive(_connection.store, mine, deadline)
-        _connection.meetings += 1
+            _connection.job, _connection.meetings = _arrive(_connection.store, mine, deadline)
+        else:
+            _connection.meetings += 1
         store = PrefixStore(f"commsched/{_connection.job}/{_connection.meetings}", _connection.store)
         records = _exchange_records(store, mine, deadline, _connection)
-    except RuntimeError as error:
-        if _connection.meetings == 1:  # the next init() is the first again: rank 0 answers late ranks
-            _connection.job, _connection.meetings = None, 0
-        if isinstance(error, CommError):
-            raise
-        # The store's server is gone.
+    except CommError:
+        raise
+    except RuntimeError as error:  # the store's server is gone
         raise CommError(f"rank 0 ended while rank {mine.rank} was waiting for all ranks: {error}") from error
     return Meeting(launch, store, records, _reachable_address(mine, records))
 
@@ -293,8 +293,8 @@ def _timeout() -> timedelta:
     return timedelta(seconds=settings().timeout)
 
 
-def _arrive(store: Store, mine: Record, deadline: float) -> int:
-    """Return the number of rank 0's arrival. The other ranks wait until rank 0 tells it."""
+def _arrive(store: Store, mine: Record, deadline: float) -> tuple[int, int]:
+    """Return rank 0's arrival and the meeting in which it waits. The other ranks wait until it tells both."""
     arrival = store.add(_ARRIVALS, 1)
     while mine.rank != 0 and not store.check([f"commsched/job/{arrival}"]):
         if time.monotonic() > deadline:
@@ -304,7 +304,10 @@ def _arrive(store: Store, mine: Record, deadline: float) -> int:
                 f" process that was started as rank {mine.rank}?"
             )
         time.sleep(_POLL_SECONDS)
-    return arrival if mine.rank == 0 else int(store.get(f"commsched/job/{arrival}"))
+    if mine.rank == 0:
+        return arrival, 1
+    job, meeting = store.get(f"commsched/job/{arrival}").split()
+    return int(job), int(meeting)
 
 
 def _exchange_records(
@@ -315,9 +318,9 @@ def _exchange_records(
     records: dict[int, Record] = {}
     read, answered = 0, 0
     while len(records) < mine.size:
-        while mine.rank == 0 and connection.meetings == 1 and answered < connection.store.add(_ARRIVALS, 0):
+        while mine.rank == 0 and answered < connection.store.add(_ARRIVALS, 0):
             answered += 1
-            connection.store.set(f"commsched/job/{answered}", str(connection.job))
+            connection.store.set(f"commsched/job/{answered}", f"{connection.job} {connection.meetings}")
         if time.monotonic() > deadline:
             missing = sorted(set(range(mine.size)) - set(records))
             raise CommError(

@@ -205,16 +205,18 @@ def buckets_made_anew_leave_no_threads_and_files_behind(me: Me) -> None:
         twin = Twin(me, Branches, transport=transport, lag=0.0)
         counts = []
         gc.disable()  # nothing that was replaced is in a cycle
-        for step in range(7):
-            twin.both(lambda m, step=step: m.branch[0].requires_grad_(step % 2 == 0))
-            twin.step(using(step))
-            counts.append(held())
-        threads, files = counts[2]
-        deadline = time.monotonic() + 60  # the last of what was closed may still be ending
-        while (now := held())[0] > threads or now[1] > files:
-            assert time.monotonic() < deadline, f"{transport}: threads and files by step {counts}, now {now}"
-            time.sleep(0.05)
-        gc.enable()
+        try:
+            for step in range(7):
+                twin.both(lambda m, step=step: m.branch[0].requires_grad_(step % 2 == 0))
+                twin.step(using(step))
+                counts.append(held())
+            threads, files = counts[2]
+            deadline = time.monotonic() + 60  # the last of what was closed may still be ending
+            while (now := held())[0] > threads or now[1] > files:
+                assert time.monotonic() < deadline, f"{transport}: {counts} by step, now {now}"
+                time.sleep(0.05)
+        finally:
+            gc.enable()
         release(twin.optimizer)
 
 

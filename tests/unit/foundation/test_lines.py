@@ -30,9 +30,9 @@ PACKAGES = ("commsched", "scheduler", "comm_core", "dnn_bench")
 # (51), functions that a cut divides (48), dry runs and inner backwards (21). By 184 for optimizers:
 # parameters in groups by hand (57), first masters (29), gradients that are reduced before trainers clip them
 # (91), ranks of old checkouts (5) and others (2). By 30 for checkpoints: errors, refused shards;
-# by 50 for elastic jobs: objects that new ranks lack (14) and restarts on several nodes (36). By 17 for
-# checkpoints of FSDP's optimizers (14) and ranks that start late (3).
-BUDGET = 53_846
+# by 50 for elastic jobs: objects that new ranks lack (14) and restarts on several nodes (36). By 20 for
+# checkpoints of FSDP's optimizers (14) and ranks that start late (6).
+BUDGET = 53_849
 
 
 def test_the_product_keeps_to_its_budget() -> None:
