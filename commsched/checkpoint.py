@@ -34,8 +34,8 @@ import shutil
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -210,28 +210,48 @@ def _settled(folder: str | os.PathLike[str], said: Any = None) -> tuple[_Folder,
 
     Collective. A rank of a new process knows of no whole generation; then no rank does.
     """
-    path = Path(folder).resolve()  # one folder may have several names
+    failures, newest, path = list[str](), 0, Path(folder)
+    with _noted(failures, path):
+        path = path.resolve()  # one folder may have several names
     here = _folders.setdefault(path, _Folder(path))
-    saving, here.saving = here.saving, None
-    failure, whole = "", here.whole
+    saving, here.saving, whole = here.saving, None, here.whole
     if saving is not None:
         if reason := saving._join():
-            failure = f"the checkpoint before is not saved: {reason}"
+            failures.append(f"the checkpoint before is not saved: {reason}")
         whole = saving.name if saving.of_present_job() else None
-    if path.exists() and not path.is_dir():
-        failure = failure or f"rank {rank()}: {path} is a file and not a folder"
-    newest = max((int(name[:8]) for name in _generations(path)), default=0)
-    told = allgather_object((failure, here.told_whole(whole), newest, said), "commsched.checkpoint")
-    if failures := [each[0] for each in told if each[0]]:
-        raise CheckpointError(
-            f"{'; '.join(failures)}; the newest generation known to be whole: {here.whole or 'none'}"
-        )
-    here.whole = told[0][1] if all(each[1] == told[0][1] for each in told) else None
-    newest = max(each[2] for each in told)
+    with _noted(failures, path):
+        if path.exists() and not path.is_dir():
+            failures.append(f"rank {rank()}: {path} is a file and not a folder")
+        newest = max((int(name[:8]) for name in _generations(path)), default=0)
+        whole = here.told_whole(whole)
+    known = f"; the newest generation known to be whole: {here.whole or 'none'}"
+    told = _agreed(failures, (whole, newest, said), "commsched.checkpoint", known)
+    here.whole = told[0][0] if all(each[0] == told[0][0] for each in told) else None
+    newest = max(each[1] for each in told)
     if here.whole is None and newest and _never_ended(_seen(path)):
         here.whole = ""
     here.number = 1 + (newest if here.whole is None else int(here.whole[:8] or 0))
-    return here, [each[3] for each in told]
+    return here, [each[2] for each in told]
+
+
+@contextmanager
+def _noted(failures: list[str], path: object) -> Iterator[None]:
+    """Add what the block raises to ``failures``, for ``_agreed``: the other ranks wait there for this one."""
+    try:
+        yield
+    except OSError as error:
+        failures.append(f"rank {rank()} cannot read {error.filename or path}: {error.strerror or error}")
+    except Exception as error:
+        reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        failures.append(f"rank {rank()} cannot load {path}: {reason}")
+
+
+def _agreed(failures: Sequence[str], value: Any, name: str, end: str = "") -> list[Any]:
+    """Return every rank's value; if any rank has failures, all ranks raise all of them."""
+    told = allgather_object(("; ".join(failures), value), name)
+    if reasons := [each for each, _ in told if each]:
+        raise CheckpointError("; ".join(reasons) + end)
+    return [each for _, each in told]
 
 
 def _generations(folder: Path) -> list[str]:
@@ -486,7 +506,10 @@ def _remove(generation: Path) -> None:
 def _disk(folder: Path) -> str:
     while not os.path.ismount(folder):
         folder = folder.parent
-    usage = shutil.disk_usage(folder)
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError as error:
+        return f"the free bytes of the disk mounted at {folder} cannot be read: {error.strerror}"
     return f"the disk mounted at {folder} has {usage.free:,} of {usage.total:,} bytes free"
 
 
@@ -495,12 +518,14 @@ def _disk(folder: Path) -> str:
 
 def _seen(folder: Path) -> dict[str, dict[int, Any]]:
     """Return each generation's manifests by rank, as all ranks together see them; texts for damaged ones."""
-    mine: dict[str, dict[int, Any]] = {name: {} for name in _generations(folder)}
-    for path in (folder / name / each for name in mine for each in os.listdir(folder / name)):
-        if match := _MANIFEST.fullmatch(path.name):
-            mine[path.parent.name][int(match[1])] = _manifest(path, int(match[1]))
+    failures, mine = list[str](), dict[str, dict[int, Any]]()
+    with _noted(failures, folder):
+        mine.update((name, {}) for name in _generations(folder))
+        for path in (folder / name / each for name in mine for each in os.listdir(folder / name)):
+            if match := _MANIFEST.fullmatch(path.name):
+                mine[path.parent.name][int(match[1])] = _manifest(path, int(match[1]))
     seen: dict[str, dict[int, Any]] = {}
-    for view in allgather_object(mine, "commsched.load.manifests"):
+    for view in _agreed(failures, mine, "commsched.load.manifests"):
         for name, manifests in view.items():
             known = seen.setdefault(name, {})
             known |= {w: each for w, each in manifests.items() if not isinstance(known.get(w), dict)}
@@ -552,7 +577,7 @@ def _read(
     """
     own = {f"rank-{rank()}.{name}" for name, target in state.items() if _is_own(target)}
     classes = [each for target in state.values() for each in getattr(target, "checkpoint_classes", ())]
-    values: dict[str, Any] = {}
+    failures, values = list[str](), dict[str, Any]()
     for writer in range(len(manifests)):
         data, fault = _checked(generation / _part(writer), manifests[writer]["files"][_part(writer)])
         faults = allgather_object(fault, "commsched.load.part")
@@ -562,9 +587,11 @@ def _read(
             data = broadcast_object(data, faults.index(""), "commsched.load.data")
         for key, (offset, length) in manifests[writer]["items"].items():
             if key in own or not key.startswith("rank-"):
-                with torch.serialization.safe_globals(classes):
+                where = f"{key} of {generation / _part(writer)}"
+                with _noted(failures, where), torch.serialization.safe_globals(classes):
                     item = io.BytesIO(memoryview(data)[offset : offset + length])
                     values[key] = torch.load(item, map_location="cpu", weights_only=True)
+    _agreed(failures[:1], None, "commsched.load.items")  # of a model whose items all fail, one is enough
     return "", values
 
 
@@ -583,6 +610,10 @@ def _checked(path: Path, digest: str) -> tuple[bytes, str]:
 def _put(values: dict[str, Any], state: Mapping[str, Any], generation: Path, ranks: int) -> dict[str, Any]:
     """Give the objects their states; return the other values."""
     structure, own = values[_STRUCTURE], f"rank-{rank()}"
+    failures, rebuilt = list[str](), dict[str, Any]()
+    with _noted(failures, generation):
+        rebuilt = {name: _rebuilt(nested, values) for name, nested in structure.items()}
+    _agreed(failures, None, "commsched.load.structure")
     for name, target in state.items():
         if _is_own(target) and ranks != size():
             raise ValueError(
@@ -597,8 +628,8 @@ def _put(values: dict[str, Any], state: Mapping[str, Any], generation: Path, ran
         if _is_own(target):
             target.resume(values[f"{own}.{name}"])
         elif hasattr(target, "load_state_dict"):
-            target.load_state_dict(_rebuilt(structure.pop(name), values))
-    return {name: _rebuilt(nested, values) for name, nested in structure.items()}
+            target.load_state_dict(rebuilt.pop(name))
+    return rebuilt
 
 
 def _rebuilt(nested: Any, values: Mapping[str, Any]) -> Any:
@@ -607,4 +638,6 @@ def _rebuilt(nested: Any, values: Mapping[str, Any]) -> Any:
         return _like(nested, {key: _rebuilt(each, values) for key, each in nested.items()})
     if isinstance(nested, list):
         return [_rebuilt(each, values) for each in nested]
+    if nested not in values:
+        raise CheckpointError(f"no manifest tells where {nested!r} lies, which is in {_STRUCTURE}")
     return values[nested]

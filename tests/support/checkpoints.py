@@ -8,6 +8,8 @@ python -m tests.support.checkpoints cuts --times 4000      # what power cuts at 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 import random
 import shutil
@@ -48,6 +50,12 @@ def numbered(number: int) -> dict[str, Any]:
     dice = torch.Generator().manual_seed(number)
     weights = {name: torch.randn(5000, generator=dice) for name in ("first", "second")}
     return {"weights": weights, "number": number, "text": f"state {number}"}
+
+
+def sign(manifest: Path, data: Any) -> None:
+    """Write a manifest that no save has written, with the checksum that it must have."""
+    body = data if isinstance(data, bytes) else json.dumps(data).encode()
+    manifest.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
 
 
 def same(found: dict[str, Any], number: int) -> bool:
@@ -165,9 +173,15 @@ class RecordedOs:
         self._numbers: dict[str, int] = {}
         self._open: dict[int, int] = {}
         self._gone, self._syncs = 0, syncs
+        self.refused: dict[str, int] = {}  # folders that cannot be listed, and the numbers of their errors
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
+
+    def listdir(self, path: Path) -> list[str]:
+        if number := self.refused.get(str(path)):
+            raise OSError(number, os.strerror(number), str(path))
+        return os.listdir(path)
 
     def number(self, path: Path) -> int:
         return self._numbers.setdefault(str(path), len(self._numbers) + self._gone)

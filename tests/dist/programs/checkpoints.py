@@ -6,7 +6,9 @@ that every number of ranks has the same gradients to the bit; no shard ends with
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import shutil
 import sys
 import warnings
@@ -24,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 import commsched
 from commsched import checkpoint
 from commsched.errors import CheckpointError, CommError
+from tests.support.checkpoints import RecordedOs
 
 GATHERS = ("gradients", "parameters")
 
@@ -137,7 +140,8 @@ def first(folder: Path) -> None:
         buffers_are_those_of_rank_0,
         shards_are_refused,
     )
-    for check in (*checks, a_rank_that_fails, a_damaged_part, folders_of_their_own):
+    unreadable = (a_folder_that_rank_1_cannot_read, an_own_state_that_rank_1_cannot_read)
+    for check in (*checks, a_rank_that_fails, a_damaged_part, folders_of_their_own, *unreadable):
         check(folder / check.__name__)
         print(check.__name__, "is right")
 
@@ -229,6 +233,31 @@ def folders_of_their_own(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no generation .* is whole: .* has no manifest-0.json"):
         commsched.load({}, mine)
     assert commsched.rank() == 0 or sorted(mine.rglob("*")) == before
+
+
+def a_folder_that_rank_1_cannot_read(folder: Path) -> None:
+    """Rank 1 raised alone, and rank 0 waited for it."""
+    commsched.save({"epoch": 1}, folder).wait()
+    if commsched.rank() == 1:
+        checkpoint.os = recorded = RecordedOs()  # type: ignore[attr-defined]
+        recorded.refused = {str(folder.resolve()): errno.EACCES}
+    for act in (lambda: commsched.load({}, folder), lambda: commsched.save({"epoch": 2}, folder)):
+        with pytest.raises(CheckpointError, match=f"^rank 1 cannot read {folder.resolve()}: Permission denied"):
+            act()
+    checkpoint.os = os  # type: ignore[attr-defined]
+    assert commsched.load({}, folder) == {"epoch": 1}
+
+
+def an_own_state_that_rank_1_cannot_read(folder: Path) -> None:
+    """Only rank 1 reads it: rank 1 raised alone."""
+    with torch.serialization.safe_globals([Unknown] if commsched.rank() == 1 else []):
+        commsched.save({"own": Own(Unknown() if commsched.rank() == 1 else 0)}, folder).wait()
+    with pytest.raises(CheckpointError, match=r"^rank 1 cannot load rank-1.own of .*__1_0.distcp: Unpickling"):
+        commsched.load({"own": Own(None)}, folder)
+
+
+class Unknown:
+    pass
 
 
 def quietly(act: Callable[[], Any]) -> Any:
