@@ -60,6 +60,7 @@ from commsched.collectives.job import rank, size
 from commsched.collectives.operations import allgather_object, broadcast_object
 from commsched.env import settings
 from commsched.errors import CheckpointError, CommError
+from scheduler.ir.inputs import LARGEST, InputError, parse_json
 
 Items = dict[str, tuple[int, int]]
 """Offset and length of each item in the part of the rank that writes it."""
@@ -67,8 +68,10 @@ _FORMAT = 1
 _STRUCTURE = "commsched.structure"
 _NESTING = (dict, OrderedDict)  # other kinds of dictionaries, such as Counter, are items
 _GENERATION = re.compile(r"\d{8}-[0-9a-f]{8}")
-_MANIFEST = re.compile(r"manifest-(\d+)\.json")
+_MANIFEST = re.compile(r"manifest-(\d{1,9})\.json")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 16 << 20
+_SHOWN = 80  # characters of a wrong value in an error
 
 
 def save(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> Saving:
@@ -533,16 +536,50 @@ def _seen(folder: Path) -> dict[str, dict[int, Any]]:
 
 
 def _manifest(path: Path, writer: int) -> dict[str, Any] | str:
+    """Return a manifest as ``save`` writes it, or which rule it breaks."""
     try:
         digest, _, body = path.read_bytes().partition(b"\n")
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
     if hashlib.sha256(body).hexdigest().encode() != digest:
         return f"{path} is damaged: its first line is not the SHA-256 of the rest"
-    manifest: dict[str, Any] = json.loads(body)
+    try:
+        manifest = parse_json(body, path)
+    except InputError as error:
+        return str(error)
+    if not isinstance(manifest, dict):
+        return f"{path} must be a JSON object, got {_shown(manifest)}"
     expected = {"format": _FORMAT, "generation": path.parent.name, "rank": writer}
     actual = {key: manifest.get(key) for key in expected}
-    return manifest if actual == expected else f"{path} must be of {expected} and is of {actual}"
+    if actual != expected:
+        return f"{path} must be of {expected} and is of {_shown(actual)}"
+    if broken := _broken_rule(manifest, writer):
+        return f"{path}: {broken}"
+    return manifest
+
+
+def _broken_rule(manifest: Mapping[str, Any], writer: int) -> str:
+    """Return the first key of a manifest that is missing, of a wrong type or out of bounds, with the rule."""
+    ranks, files, items = (manifest.get(key) for key in ("ranks", "files", "items"))
+    if not _is_count(ranks, writer + 1):
+        return f"'ranks' must be a whole number above {writer}, got {_shown(ranks)}"
+    digest = files.get(_part(writer)) if isinstance(files, dict) else None
+    if not (isinstance(digest, str) and _SHA256.fullmatch(digest)):
+        return f"'files' must give the SHA-256 of {_part(writer)}, got {_shown(files)}"
+    if not isinstance(items, dict) or (writer == 0 and _STRUCTURE not in items):
+        return f"'items' must be an object, on rank 0 with {_STRUCTURE!r}, got {_shown(items)}"
+    for key, place in items.items():
+        if not (isinstance(place, list) and len(place) == 2 and all(map(_is_count, place))):
+            return f"'items' must give {_shown(key)} an offset and a length in bytes, got {_shown(place)}"
+    return ""
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
+    return type(value) is int and least <= value <= LARGEST  # type(): a bool is an int, too
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.{_SHOWN}}"
 
 
 def _fault(generation: Path, manifests: Mapping[int, Any]) -> str:
@@ -551,8 +588,10 @@ def _fault(generation: Path, manifests: Mapping[int, Any]) -> str:
         if isinstance(each, str):
             return each
     ranks = max((each["ranks"] for each in manifests.values()), default=1)
-    missing = [writer for writer in range(ranks) if writer not in manifests]
-    return f"{generation} has no manifest-{missing[0]}.json: that rank's save did not end" if missing else ""
+    missing = next((writer for writer in range(ranks) if writer not in manifests), None)
+    if missing is None:
+        return ""
+    return f"{generation} has no manifest-{missing}.json: that rank's save did not end"
 
 
 def _never_ended(seen: Mapping[str, Mapping[int, Any]]) -> bool:
@@ -587,7 +626,7 @@ def _read(
             data = broadcast_object(data, faults.index(""), "commsched.load.data")
         for key, (offset, length) in manifests[writer]["items"].items():
             if key in own or not key.startswith("rank-"):
-                where = f"{key} of {generation / _part(writer)}"
+                where = f"{key[:_SHOWN]} of {generation / _part(writer)}"
                 with _noted(failures, where), torch.serialization.safe_globals(classes):
                     item = io.BytesIO(memoryview(data)[offset : offset + length])
                     values[key] = torch.load(item, map_location="cpu", weights_only=True)
@@ -639,5 +678,5 @@ def _rebuilt(nested: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(nested, list):
         return [_rebuilt(each, values) for each in nested]
     if nested not in values:
-        raise CheckpointError(f"no manifest tells where {nested!r} lies, which is in {_STRUCTURE}")
+        raise CheckpointError(f"no manifest tells where {_shown(nested)} lies, which is in {_STRUCTURE}")
     return values[nested]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import io
 import json
 import random
@@ -24,10 +25,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import torch
 
+from commsched import checkpoint
 from commsched.cli import options, partition, simulate, training
+from commsched.errors import CheckpointError
 from commsched.pipeline.factory import Weights
 from commsched.spatial.run import _opened
 from commsched.training.data_jobs import read_table
@@ -46,8 +51,10 @@ from scheduler.pipelines.build import generate
 from scheduler.pipelines.convert import read_plan, to_conf, to_plan
 from scheduler.pipelines.partition import partition as cut
 from scheduler.validate import violations
+from tests.support import checkpoints
 
 ROOT = Path(__file__).resolve().parents[1]
+MANIFEST = "00000001-01234567/manifest-0.json"
 SECONDS = 1.0  # of the processor, for one input
 HANG = 20.0  # seconds of the processor after which an input is given up
 ROOM = 1 << 29  # bytes of memory that the parsers may need beside what the process has
@@ -174,6 +181,26 @@ def arrays() -> list[bytes]:
     return [file.getvalue()]
 
 
+@functools.cache
+def generation() -> tuple[bytes, str]:
+    """Return the part and the manifest of a saved generation whose name is that in ``MANIFEST``."""
+    token = mock.patch.object(checkpoint.secrets, "token_hex", lambda count: MANIFEST[9:17])
+    with tempfile.TemporaryDirectory() as folder, checkpoints.alone(), token:
+        checkpoint.save({"weights": [torch.ones(3), torch.zeros(2)], "epoch": 1}, folder).wait()
+        manifest = Path(folder) / MANIFEST
+        return manifest.with_name("__0_0.distcp").read_bytes(), manifest.read_text().partition("\n")[2]
+
+
+def manifest(path: Path) -> None:
+    """As ``load`` reads one, beside its part; whoever can change files can change their checksums."""
+    checkpoints.sign(path, path.read_bytes())
+    path.with_name("__0_0.distcp").write_bytes(generation()[0])
+    if isinstance(fault := checkpoint._manifest(path, 0), str):
+        raise InputError(fault)
+    with checkpoints.alone(), contextlib.suppress(CheckpointError):
+        checkpoint.load({}, path.parents[1])
+
+
 def actions() -> list[str]:
     kernels = [kernel for program in programs() for kernel in json.loads(program)["kernel"]]
     return [format_actions(parse_actions(lane)) for kernel in kernels for lane in kernel.values()]
@@ -199,6 +226,7 @@ PARSERS = {
     "sentences": Parser("train.tsv", lambda path: read_table(path, ()), sentences),
     "weights": Parser("model.safetensors.index.json", lambda path: Weights(path.parent), weights),
     "array": Parser("image.npy", _opened, arrays),
+    "manifest": Parser(MANIFEST, manifest, lambda: [generation()[1]]),
     "actions": Parser("", parse_actions, actions),
     "link": Parser("", Link.parse, texts("alpha=2e-4,beta=8e-10", "10gbit", "250mbit,alpha=1e-3")),
     "sizes": Parser("", lambda text: options.bytes_of("--memory", text), texts("64k", "1.5GiB", "100")),
@@ -339,6 +367,7 @@ def _given(parser: Parser, content: bytes, folder: Path) -> Any:
     """Return what the parser gets: the path of a file with this content, or a text."""
     if not parser.name:
         return content.decode(errors="replace")
+    (folder / parser.name).parent.mkdir(exist_ok=True)
     (folder / parser.name).write_bytes(content)
     return folder / parser.name
 

@@ -54,7 +54,11 @@ def read_text(path: str | Path) -> str:
 
 
 def read_json(path: str | Path) -> Any:
-    content = _read(path)
+    return parse_json(_read(path), path)
+
+
+def parse_json(content: bytes, path: str | Path) -> Any:
+    """Return the data of the content of the file ``path``."""
     try:
         data = json.loads(content, parse_int=_whole_of_json)
         level, depth = [data], 0

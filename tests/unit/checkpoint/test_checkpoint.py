@@ -25,6 +25,7 @@ from torch import nn
 
 from commsched import checkpoint
 from commsched.errors import CheckpointError, CommError
+from tests import fuzz
 from tests.support import checkpoints
 from tests.support.checkpoints import RecordedOs, alone, loaded, numbered, same
 
@@ -348,6 +349,54 @@ def test_code_in_a_file_is_not_run(kept: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(CheckpointError, match=f"rank 0 cannot load epoch of {part}: Unpickling(?s:.*)system"):
         loaded(kept)
     assert not Path("executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "rule"),
+    [
+        (["ranks"], 10**30, "JSON .*has 31 digits"),
+        (["ranks"], True, "'ranks' must be a whole number above 0, got True"),
+        (["ranks"], 0, "'ranks' must be a whole number above 0, got 0"),
+        (["rank"], [[]], r"must be of .* and is of .*\[\[\]\]"),
+        (["files"], [], r"'files' must give the SHA-256 of __0_0.distcp, got \[\]"),
+        (["files", "__0_0.distcp"], 7, "'files' must give the SHA-256 of __0_0.distcp"),
+        (["items"], {}, "'items' must be an object, on rank 0 with 'commsched.structure', got {}"),
+        (["items", "number"], [0, float("nan")], r"'items' must give 'number' an offset .*, got \[0, nan\]"),
+        (["items", "number"], [-1, 2], r"'items' must give 'number' an offset and a length in bytes, got"),
+        (["items", "number"], [10**15, 2], "rank 0 cannot load number of .*__0_0.distcp: "),
+        (["items", "other"], None, "'items' must give 'other' an offset"),
+        (["more"], "deep", "more than 32 lists and objects within each other"),
+    ],
+)
+def test_a_manifest_that_breaks_a_rule_is_refused(kept: Path, keys: list[str], value: Any, rule: str) -> None:
+    """A number of ranks filled the memory, and wrong types were raw errors."""
+    checkpoint.save(numbered(1), kept).wait()
+    (path,) = kept.glob("*/manifest-0.json")
+    told: Any = checkpoint._manifest(path, 0)
+    inner = told
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    if value == "deep":
+        for _ in range(40):
+            inner["more"] = [inner["more"]]
+    checkpoints.sign(path, told)
+    with fuzz._guarded(), pytest.raises(CheckpointError, match=rule) as raised:
+        loaded(kept)
+    assert str(path.parent) in str(raised.value)
+
+
+def test_a_manifest_that_is_no_object_or_lacks_an_item_is_refused(kept: Path) -> None:
+    checkpoint.save(numbered(1), kept).wait()
+    (path,) = kept.glob("*/manifest-0.json")
+    told: Any = checkpoint._manifest(path, 0)
+    del told["items"]["number"]
+    checkpoints.sign(path, told)
+    with pytest.raises(CheckpointError, match="no manifest tells where 'number' lies"):
+        loaded(kept)
+    checkpoints.sign(path, [told])
+    with pytest.raises(CheckpointError, match=f"{path} must be a JSON object, got "):
+        loaded(kept)
 
 
 # -- what cannot be saved, and disks that cannot take it -----------------------------------------------------
