@@ -6,6 +6,7 @@
         .metadata                for torch.distributed.checkpoint; written by rank 0, not read here: a pickle
         manifest-0.json          the SHA-256 of rank 0's files, and where in its part each item lies
         manifest-1.json          rank 1's; the first line is the SHA-256 of the rest
+        whole                    an empty file, in a first generation alone: all ranks have written
 
 [Note: when a generation is whole] Ranks communicate only in the thread that calls ``save``: they take the
 state, share out its items and tell each other where each will lie. Then a thread of each rank writes, alone:
@@ -71,6 +72,7 @@ _GENERATION = re.compile(r"\d{8}-[0-9a-f]{8}")
 _MANIFEST = re.compile(r"manifest-(\d{1,9})\.json")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 16 << 20
+_MARK = "whole"  # in a first generation: all ranks had written it
 _SHOWN = 80  # characters of a wrong value in an error
 
 
@@ -126,7 +128,7 @@ def load(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> dict[str, 
     ``weights_only=True``.
     """
     here, _ = _settled(folder)
-    seen = _seen(here.path)
+    seen, has_ended = _seen(here.path)
     reasons: list[str] = []
     for name in sorted(seen, reverse=True):
         values: dict[str, Any] = {}
@@ -134,14 +136,15 @@ def load(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> dict[str, 
             reason, values = _read(here.path / name, seen[name], state)
         if not reason:
             here.whole, here.known = name, set(seen)
+            _mark(here.path / name)
             if reasons and rank() == 0:
                 warnings.warn(f"generation {name} is loaded: {'; '.join(reasons)}", stacklevel=2)
             return _put(values, state, here.path / name, len(seen[name]))
         reasons.append(reason)
-    if not _never_ended(seen):
+    if has_ended:
         raise CheckpointError(
-            f"rank {rank()}: no generation in {here.path} is whole: {'; '.join(reasons)}; bring the files"
-            " back, or choose another folder to start anew"
+            f"rank {rank()}: no generation in {here.path} is whole: {'; '.join(reasons)}; a save into it had"
+            " ended: bring the files back; to start anew, delete the folder or choose another one"
         )
     here.whole = ""
     return None
@@ -149,7 +152,7 @@ def load(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> dict[str, 
 
 def is_saved(folder: str | os.PathLike[str]) -> bool:
     """Return whether a save into ``folder`` has ever ended, as all ranks see it. Every rank must call."""
-    return not _never_ended(_seen(_settled(folder)[0].path))
+    return _seen(_settled(folder)[0].path)[1]
 
 
 class Saving:
@@ -231,8 +234,10 @@ def _settled(folder: str | os.PathLike[str], said: Any = None) -> tuple[_Folder,
     told = _agreed(failures, (whole, newest, said), "commsched.checkpoint", known)
     here.whole = told[0][0] if all(each[0] == told[0][0] for each in told) else None
     newest = max(each[1] for each in told)
-    if here.whole is None and newest and _never_ended(_seen(path)):
+    if here.whole is None and newest and not _seen(path)[1]:
         here.whole = ""
+    if saving is not None and saving.of_present_job():
+        _mark(path / saving.name)  # also where the folder has others' generations, and here.whole is unknown
     here.number = 1 + (newest if here.whole is None else int(here.whole[:8] or 0))
     return here, [each[2] for each in told]
 
@@ -488,6 +493,18 @@ def _sync(folder: Path) -> None:
         os.close(number)
 
 
+def _mark(generation: Path) -> None:
+    """Note on the disk that every rank has written a first generation. A later number shows it by itself.
+
+    Without the mark, a generation of which another rank's files are lost looks like a save that never ended.
+    Errors are ignored: the next save meets them again, and a folder that is only read needs no mark.
+    """
+    with suppress(OSError):
+        if int(generation.name[:8]) == 1 and generation.is_dir() and not (generation / _MARK).exists():
+            _write_file(generation / _MARK, b"")
+            _sync(generation)
+
+
 def _make(folder: Path) -> None:
     if not folder.is_dir():
         _make(folder.parent)
@@ -519,20 +536,25 @@ def _disk(folder: Path) -> str:
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-def _seen(folder: Path) -> dict[str, dict[int, Any]]:
-    """Return each generation's manifests by rank, as all ranks together see them; texts for damaged ones."""
-    failures, mine = list[str](), dict[str, dict[int, Any]]()
+def _seen(folder: Path) -> tuple[dict[str, dict[int, Any]], bool]:
+    """Return each generation's manifests by rank, as all ranks together see them; whether a save ended.
+
+    A text stands in the place of a damaged manifest.
+    """
+    failures, mine, is_marked = list[str](), dict[str, dict[int, Any]](), False
     with _noted(failures, folder):
         mine.update((name, {}) for name in _generations(folder))
         for path in (folder / name / each for name in mine for each in os.listdir(folder / name)):
             if match := _MANIFEST.fullmatch(path.name):
                 mine[path.parent.name][int(match[1])] = _manifest(path, int(match[1]))
+            is_marked |= path.name == _MARK
     seen: dict[str, dict[int, Any]] = {}
-    for view in _agreed(failures, mine, "commsched.load.manifests"):
+    told = _agreed(failures, (mine, is_marked), "commsched.load.manifests")
+    for view, _ in told:
         for name, manifests in view.items():
             known = seen.setdefault(name, {})
             known |= {w: each for w, each in manifests.items() if not isinstance(known.get(w), dict)}
-    return seen
+    return seen, _has_ended(seen) or any(each for _, each in told)
 
 
 def _manifest(path: Path, writer: int) -> dict[str, Any] | str:
@@ -591,18 +613,18 @@ def _fault(generation: Path, manifests: Mapping[int, Any]) -> str:
     missing = next((writer for writer in range(ranks) if writer not in manifests), None)
     if missing is None:
         return ""
-    return f"{generation} has no manifest-{missing}.json: that rank's save did not end"
+    return f"{generation} has no manifest-{missing}.json: that rank's save did not end, or the file is lost"
 
 
-def _never_ended(seen: Mapping[str, Mapping[int, Any]]) -> bool:
-    """Return whether all that is there are starts of a first generation.
+def _has_ended(seen: Mapping[str, Mapping[int, Any]]) -> bool:
+    """Return whether the manifests show that a save into the folder once ended.
 
-    A later number tells that there was a whole generation, and a damaged manifest that this rank had written.
+    A later number tells that there was a whole generation, and a damaged manifest that its rank had written.
     """
-    return all(
-        int(name[:8]) == 1
-        and _fault(Path(name), manifests)
-        and all(isinstance(each, dict) for each in manifests.values())
+    return any(
+        int(name[:8]) > 1
+        or not _fault(Path(name), manifests)
+        or any(isinstance(each, str) for each in manifests.values())
         for name, manifests in seen.items()
     )
 

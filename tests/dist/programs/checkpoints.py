@@ -140,8 +140,9 @@ def first(folder: Path) -> None:
         buffers_are_those_of_rank_0,
         shards_are_refused,
     )
+    hosts = (folders_of_their_own, a_lost_host)
     unreadable = (a_folder_that_rank_1_cannot_read, an_own_state_that_rank_1_cannot_read)
-    for check in (*checks, a_rank_that_fails, a_damaged_part, folders_of_their_own, *unreadable):
+    for check in (*checks, a_rank_that_fails, a_damaged_part, *hosts, *unreadable):
         check(folder / check.__name__)
         print(check.__name__, "is right")
 
@@ -233,6 +234,16 @@ def folders_of_their_own(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no generation .* is whole: .* has no manifest-0.json"):
         commsched.load({}, mine)
     assert commsched.rank() == 0 or sorted(mine.rglob("*")) == before
+
+
+def a_lost_host(folder: Path) -> None:
+    """Of a first save whose rank 0 has lost its disk: rank 1's manifest looked like a save that did not end."""
+    mine = folder / str(commsched.rank())
+    commsched.save({"epoch": 1}, mine).wait()
+    if commsched.rank() == 0:
+        shutil.rmtree(mine)
+    with pytest.raises(CheckpointError, match=r"has no manifest-0.json: .*; a save into it had ended"):
+        commsched.load({}, mine)
 
 
 def a_folder_that_rank_1_cannot_read(folder: Path) -> None:

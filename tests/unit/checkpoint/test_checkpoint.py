@@ -279,7 +279,7 @@ def two_generations(folder: Path) -> tuple[Path, Path]:
 def test_a_generation_that_is_not_whole_is_passed_over(kept: Path) -> None:
     older, newer = two_generations(kept)
     (newer / "manifest-0.json").unlink()
-    reason = f"{newer} has no manifest-0.json: that rank's save did not end"
+    reason = f"{newer} has no manifest-0.json: that rank's save did not end, or the file is lost"
     assert loaded(kept) == (1, [f"generation {older.name} is loaded: {reason}"])
     # The next save takes the number of the broken one, which goes.
     with warnings.catch_warnings():
@@ -302,7 +302,7 @@ def test_nothing_starts_anew_where_something_was_saved(kept: Path) -> None:
     ):
         loaded(kept)
     (newer / "manifest-0.json").unlink()
-    with pytest.raises(CommError, match=r"has no manifest-0.json: .* or choose another folder"):
+    with pytest.raises(CommError, match=r"has no manifest-0.json: .* or choose another one"):
         loaded(kept)
     assert checkpoint.is_saved(kept)
 
@@ -314,9 +314,29 @@ def test_a_first_save_that_did_not_end_is_none(kept: Path) -> None:
             assert checkpoint.load({}, kept) is None
             saving = checkpoint.save(numbered(1), kept)
             saving.wait()
-        (kept / saving.name / "manifest-0.json").unlink()
+        for name in ("manifest-0.json", "whole"):
+            (kept / saving.name / name).unlink()
     assert [path.name[:8] for path in kept.iterdir()] == ["00000001"] * 2
     assert loaded(kept)[0] == 0 and not checkpoint.is_saved(kept)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_first_save_of_which_files_are_lost_is_an_error(kept: Path, is_loaded: bool) -> None:
+    """It looked like a first save that did not end, and training silently began at 0."""
+    (kept / "00000001-ffffffff").mkdir(parents=True)  # did not end; sorts after the one that does
+    saving = checkpoint.save(numbered(1), kept)
+    saving._thread.join()
+    if is_loaded:  # the process that saved was killed before it knew that all had written
+        assert loaded(kept)[0] == 1
+    else:
+        saving.wait()
+    (kept / saving.name / "manifest-0.json").unlink()
+    lost = r"has no manifest-0.json: .* or the file is lost; a save into it had ended: .* delete the folder"
+    with pytest.raises(CheckpointError, match=lost):
+        loaded(kept)
+    assert checkpoint.is_saved(kept)
+    shutil.rmtree(kept)
+    assert loaded(kept)[0] == 0
 
 
 def test_a_manifest_of_another_generation_is_refused(kept: Path) -> None:
@@ -354,6 +374,7 @@ def test_code_in_a_file_is_not_run(kept: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("keys", "value", "rule"),
     [
+        (["ranks"], 10**12, "has no manifest-1.json"),
         (["ranks"], 10**30, "JSON .*has 31 digits"),
         (["ranks"], True, "'ranks' must be a whole number above 0, got True"),
         (["ranks"], 0, "'ranks' must be a whole number above 0, got 0"),
