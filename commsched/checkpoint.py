@@ -674,7 +674,10 @@ def _put(values: dict[str, Any], state: Mapping[str, Any], generation: Path, ran
     failures, rebuilt = list[str](), dict[str, Any]()
     with _noted(failures, generation):
         rebuilt = {name: _rebuilt(nested, values) for name, nested in structure.items()}
-    _agreed(failures, None, "commsched.load.structure")
+        for name, target in state.items():
+            if refusal := _refusal(target, rebuilt[name]) if name in rebuilt else "":
+                failures.append(f"rank {rank()} cannot load {name!r} of {generation}: {refusal}")
+    _agreed(failures, None, "commsched.load.structure", "; nothing is loaded")
     for name, target in state.items():
         if _is_own(target) and ranks != size():
             raise ValueError(
@@ -691,6 +694,38 @@ def _put(values: dict[str, Any], state: Mapping[str, Any], generation: Path, ran
         elif hasattr(target, "load_state_dict"):
             target.load_state_dict(rebuilt.pop(name))
     return rebuilt
+
+
+def _refusal(target: Any, saved: Any) -> str:
+    """Return why ``target.load_state_dict(saved)`` would fail, as far as sizes tell, or "".
+
+    A module copies tensor by tensor and fails at the end: a model would be loaded in part, or without its
+    optimizer. Objects with loaders or hooks of their own may take states of other sizes: they decide alone.
+    """
+    if isinstance(target, torch.optim.Optimizer):
+        base = getattr(target, "_base", type(target))  # the class that a DistributedOptimizer wraps
+        is_plain = base.load_state_dict is torch.optim.Optimizer.load_state_dict
+        if not is_plain or target._optimizer_load_state_dict_pre_hooks:
+            return ""
+        groups = target.param_groups, saved["param_groups"]
+        here, there = ([len(group["params"]) for group in each] for each in groups)
+        return "" if here == there else f"its groups have {here} parameters here, {there} in the checkpoint"
+    if not isinstance(target, nn.Module) or type(target).load_state_dict is not nn.Module.load_state_dict:
+        return ""
+    for module in target.modules():
+        is_plain = type(module)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        if not is_plain or module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
+            return ""
+    present = target.state_dict()
+    for key in dict.fromkeys((*present, *saved)):
+        sizes = [_size(each[key]) if key in each else "nothing" for each in (present, saved)]
+        if sizes[0] != sizes[1]:
+            return f"{key} is {sizes[0]} here, {sizes[1]} in the checkpoint"
+    return ""
+
+
+def _size(value: Any) -> str:
+    return f"of shape {tuple(getattr(value, 'shape', ())) or (1,)}"  # torch loads shape (1,) into a number
 
 
 def _rebuilt(nested: Any, values: Mapping[str, Any]) -> Any:

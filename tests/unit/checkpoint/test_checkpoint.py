@@ -445,6 +445,49 @@ def test_a_name_that_was_not_saved(kept: Path) -> None:
         checkpoint.load({"model": nn.Linear(1, 1)}, kept)
 
 
+class Growing(nn.Linear):
+    """Takes weights of fewer rows."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
+        for name in ("weight", "bias"):
+            tensor = state[prefix + name]
+            state[prefix + name] = torch.cat([tensor, tensor])
+        super()._load_from_state_dict(state, prefix, *more)
+
+
+def test_a_state_that_does_not_fit_leaves_all_objects_as_they_were(kept: Path) -> None:
+    """The model was loaded, and then its optimizer refused; or the first layers were, and not the last."""
+    sizes = (5, 7, 3)
+    saved = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    checkpoint.save({"model": saved, "optimizer": torch.optim.Adam(saved.parameters())}, kept).wait()
+
+    def refuses(said: str, change: str, sizes: tuple[int, ...] = sizes) -> None:
+        layers = [nn.Linear(*sizes[:2]), nn.BatchNorm1d(sizes[1]), nn.Linear(*sizes[1:])]
+        model = nn.Sequential(*layers[: 1 if change == "fewer layers" else 3])
+        parameters = list(model.parameters())[: -1 if change == "fewer parameters" else None]
+        optimizer = torch.optim.Adam(parameters)
+        before = checkpoint.io.BytesIO()
+        torch.save(model.state_dict(), before)
+        with pytest.raises(CheckpointError, match=f"^rank 0 cannot load '{said}; nothing is loaded"):
+            checkpoint.load({"model": model, "optimizer": optimizer}, kept)
+        before.seek(0)
+        assert_equal(dict(model.state_dict()), dict(torch.load(before)))
+
+    refuses(
+        r"optimizer' of .*: its groups have \[5\] parameters here, \[6\] in the checkpoint",
+        "fewer parameters",
+    )
+    refuses(
+        r"model' of .*: 2.weight is of shape \(4, 7\) here, of shape \(3, 7\) in the checkpoint",
+        "",
+        (5, 7, 4),
+    )
+    refuses(r"model' of .*: 1.weight is nothing here, of shape \(7,\) in the checkpoint.*", "fewer layers")
+    larger = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), Growing(7, 6))
+    assert checkpoint.load({"model": larger}, kept) is not None
+    assert torch.equal(larger[2].bias, torch.cat([saved[2].bias] * 2))
+
+
 class FullDisk(RecordedOs):
     """Takes a number of bytes."""
 
