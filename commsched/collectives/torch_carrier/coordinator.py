@@ -59,11 +59,16 @@ class RankConnection:
         return cls(Connection(connection.data.detach()), connection.host)
 
     def receive(self) -> Any:
-        """Wait for the next message; ``EOFError`` or ``OSError`` if the other process has ended."""
+        """Wait for the next message; ``EOFError`` or ``OSError`` if the other process, or this end, ended."""
         while True:
             ready = wait(self._watched)
             if self.messages in ready:
-                return receive(self.messages)
+                message = receive(self.messages)
+                if self.messages.closed:
+                    # close() does not end a read that waits for the second half of a message. A rank that
+                    # heard in its next job who had left this one would miss a rank there.
+                    raise OSError("the connection was closed before the message was complete")
+                return message
             self.check_host()
             self._watched.remove(self.keepalive)
 

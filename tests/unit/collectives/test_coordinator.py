@@ -1,6 +1,10 @@
 """Rank 0's coordinator thread: ranks do not wait for ever when it fails."""
 
+import json
+import os
+import struct
 import threading
+import time
 from multiprocessing import Pipe
 
 import pytest
@@ -44,3 +48,25 @@ def test_a_fault_in_the_coordinator_fails_all_ranks(monkeypatch: pytest.MonkeyPa
         line.close()
     coordinator.join(100)
     assert not coordinator.is_alive()
+
+
+def test_the_second_half_of_a_message_comes_after_close() -> None:
+    """A rank then heard in its next job who had left the last one, and missed a rank of the same number."""
+    theirs, mine = Pipe()
+    line, results = RankConnection(mine), []
+
+    def listen() -> None:
+        try:
+            results.append(line.receive())
+        except OSError as error:
+            results.append(error)
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    body = json.dumps({"type": "left", "ranks": [[1, "rank 1 has left"]]}).encode()
+    os.write(theirs.fileno(), struct.pack("!i", len(body)) + body[:9])
+    time.sleep(0.2)  # it reads
+    line.close()
+    os.write(theirs.fileno(), body[9:])
+    listener.join(100)
+    assert isinstance(results[0], OSError), results
