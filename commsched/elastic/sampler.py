@@ -19,10 +19,14 @@ class ElasticSampler(torch.utils.data.Sampler):
     each epoch of the data. ``seed`` must be the same on all ranks. The order is Horovod's: all samples,
     shuffled by seed and epoch, without as many at the front as are processed, dealt out to the ranks in turn.
     The first samples are dealt out again where the ranks cannot divide them equally.
+
+    With ``exact`` no sample is dealt out twice: the ranks' shares differ by up to one sample, and their
+    numbers of batches by up to one. Every rank must then call ``record_batch()`` in every step, also in one
+    without a batch, with the loader's batch size: a smaller last batch would note less than other ranks do.
     """
 
-    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0, *, exact: bool = False) -> None:
+        self.dataset, self.shuffle, self.seed, self.exact = dataset, shuffle, seed, exact
         self.epoch = self.processed_num = 0
         self.reset()
 
@@ -34,6 +38,8 @@ class ElasticSampler(torch.utils.data.Sampler):
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Note that each rank has processed a batch of this size. ``batch_idx`` is not used."""
         self.processed_num += batch_size * self.num_replicas
+        if self.exact:  # the ranks' last batches may be smaller
+            self.processed_num = min(self.processed_num, len(self.dataset))
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "processed_num": self.processed_num}
@@ -51,6 +57,9 @@ class ElasticSampler(torch.utils.data.Sampler):
         self.remaining_indices = order[self.processed_num :]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
+        if self.exact:
+            self.total_size = len(self.remaining_indices)
+            self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
 
     def __iter__(self) -> Iterator[int]:
         dealt = itertools.islice(itertools.cycle(self.remaining_indices), self.total_size)

@@ -229,3 +229,28 @@ def test_fewer_samples_than_ranks(monkeypatch):
     sampler.record_batch(0, 1)
     sampler.reset()
     assert list(sampler) == [] and len(sampler) == 0
+
+
+@pytest.mark.parametrize("last", [0, -1])
+def test_exact_shares(monkeypatch, last):
+    """Every sample once in an epoch, with ranks that come and go, whichever rank's commit is given on."""
+    from commsched.elastic import sampler as module
+
+    here, batch, seen, kept = {"rank": 0, "size": 1}, 2, [], None
+    monkeypatch.setattr(module, "size", lambda: here["size"])
+    monkeypatch.setattr(module, "rank", lambda: here["rank"])
+    for size, steps in ((4, 2), (3, 1), (5, 9)):
+        here["size"], samplers = size, []
+        for here["rank"] in range(size):
+            samplers.append(hvd.elastic.ElasticSampler(range(31), seed=3, exact=True))
+            samplers[-1].load_state_dict(kept or samplers[-1].state_dict())
+        shares = [list(one) for one in samplers]
+        assert [len(share) for share in shares] == [len(one) for one in samplers]
+        assert len(samplers[0]) - len(samplers[-1]) in (0, 1)
+        for step in range(steps):
+            seen += [index for share in shares for index in share[batch * step : batch * (step + 1)]]
+            for one in samplers:
+                one.record_batch(step, batch)
+            assert {one.processed_num for one in samplers} == {len(seen)}
+        kept = samplers[last].state_dict()
+    assert sorted(seen) == list(range(31))
