@@ -10,6 +10,8 @@
     HostsUpdatedInterrupt  stays       the same; without sync() if all ranks can do without
     CheckpointError        stays       it ends all processes: every rank raises it, and would do so again
     another exception      stays       it ends this process, and the other ranks lose a rank
+    CommError once more,   is          the same processes meet again: no rank was lost, and the function would
+    without a commit       restored    fail in the same way for ever. Every rank raises a CommError
 
 Only horovodrun's elastic driver can begin an epoch without a lost rank (``process.rendezvous``). Under every
 other launcher a ``CommError`` restores the last commit and is raised: the launcher ends the job, or starts it
@@ -25,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from commsched.collectives.job import init, renew, shutdown
+from commsched.collectives.job import init, rank, renew, shutdown, size
 from commsched.collectives.operations import allgather_object
 from commsched.elastic.state import State
 from commsched.env import settings
@@ -37,6 +39,8 @@ from commsched.process.rendezvous import launcher_server
 _log = logging.getLogger("commsched")
 # Of Horovod where that is installed: scripts raise it, too.
 _Failure = CommError.__bases__[0] if CommError.__bases__[0] is not RuntimeError else CommError
+
+_MOST_FAILURES = 2  # rollbacks of the same processes without a commit: a fault of the network may pass
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -54,25 +58,72 @@ def run(
     @functools.wraps(func)
     def wrapper(state: Any, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         elastic = detect_launch(os.environ, settings().launcher).elastic
+        failures = _Failures(state)
         is_reset, can_skip = False, False
         with _notified_of_hosts(state, elastic):
             while True:
                 try:
+                    failures.check()
                     if is_reset:
                         state.on_reset()
                     _begin(state, can_skip)
                     return _called(func, state, *args, **kwargs)
                 except HostsUpdatedInterrupt as interrupt:
-                    can_skip = _ended_in_order(state, elastic) and interrupt.skip_sync
-                except CheckpointError:
+                    can_skip = _ended_in_order(state, failures, elastic) and interrupt.skip_sync
+                except (CheckpointError, _RepeatedFailure):
                     raise
                 except _Failure as error:
-                    _roll_back(state, error, elastic)
+                    _roll_back(state, failures, error, elastic)
                     can_skip = False
                 _next_epoch(state, elastic)
                 is_reset = True
 
     return wrapper
+
+
+class _RepeatedFailure(CommError):
+    """The same processes have failed again; another epoch would end in the same way."""
+
+
+class _Failures:
+    """Counts this rank's rollbacks since its last commit, and since the job had another number of ranks."""
+
+    def __init__(self, state: Any) -> None:
+        self._state, self._commits = state, _commits(state)
+        self._count = self._size = 0
+        self._last: Exception | None = None
+
+    def add(self, error: Exception) -> None:
+        """Count a rollback."""
+        commits = _commits(self._state)
+        if commits is None or commits != self._commits:
+            self._count = 0
+        self._count, self._commits, self._last = self._count + 1, commits, error
+
+    def check(self) -> None:
+        """Raise an error on all ranks where the same processes roll back again and again. Collective.
+
+        A process that has rolled back was in the epoch before. If all have, none is new, and if they are as
+        many as before, none has gone. All ranks decide from the same counts, which may differ: a rank that
+        fails during ``commit()`` has not committed.
+        """
+        if size() != self._size:
+            self._count, self._size = 0, size()
+        fewest = min(allgather_object(self._count, "commsched.elastic.failures"))
+        if fewest >= _MOST_FAILURES:
+            raise _RepeatedFailure(
+                f"the same {self._size} processes have gone back to the last commit {fewest} times without"
+                " another commit in between, so no lost rank is the cause, and a further try would fail, too."
+                f" The last error on rank {rank()}: {self._last}. Repair its cause; if the network fails now"
+                " and then, call state.commit() more often"
+            ) from self._last
+        if fewest == 0:  # at least one process is new
+            self._count = 0
+
+
+def _commits(state: Any) -> int | None:
+    """Return how often the state was committed; None for a class that does not count."""
+    return getattr(state, "_commits", None)
 
 
 def _begin(state: Any, can_skip: bool) -> None:
@@ -98,22 +149,23 @@ def _called(func: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
         lasting.running = False
 
 
-def _ended_in_order(state: Any, elastic: bool) -> bool:
+def _ended_in_order(state: Any, failures: _Failures, elastic: bool) -> bool:
     """Complete the last step on all ranks; return False where a rank was lost meanwhile. Collective."""
     try:
         lasting.disconnect(wait=True)
         return True
     except _Failure as error:
-        _roll_back(state, error, elastic)
+        _roll_back(state, failures, error, elastic)
         return False
 
 
-def _roll_back(state: Any, error: Exception, elastic: bool) -> None:
+def _roll_back(state: Any, failures: _Failures, error: Exception, elastic: bool) -> None:
     """Restore the last commit; raise the error where nobody can begin an epoch without the lost rank."""
     lasting.disconnect(wait=False)
     state.restore()
     if not elastic:
         raise error
+    failures.add(error)
     _log.warning("the job goes on from the last commit with the ranks that are left: %s", error)
 
 
@@ -121,9 +173,11 @@ def _next_epoch(state: Any, elastic: bool) -> None:
     """Leave this epoch of the job and join the next one."""
     while True:
         shutdown()
-        renew()
-        if isinstance(state, State):  # what was noted while the driver counted the hosts
+        # Before renew(): the driver counts its hosts after all ranks have asked. What it announces while it
+        # answers may be missing in the answer; if not, the ranks begin one epoch more than needed.
+        if isinstance(state, State):
             state.forget_host_updates()
+        renew()
         try:
             init()
             return

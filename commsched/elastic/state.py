@@ -24,6 +24,8 @@ class State:
     ``bcast_object`` returns rank 0's object on every rank. ``get_rank`` is in Horovod's signature.
     """
 
+    _commits = 0  # how many commits were made, for ``run``
+
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object, self._rank = bcast_object, get_rank
         self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()
@@ -51,6 +53,7 @@ class State:
     def commit(self) -> None:
         """Save the state, then call ``check_host_updates()``. Every rank must call, after the same step."""
         self.save()
+        self._commits += 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:

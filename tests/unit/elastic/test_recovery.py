@@ -78,6 +78,57 @@ def test_hosts_were_only_removed(driver):
     assert state.calls == ["sync", "call", "forget_host_updates", "on_reset", "call"]
 
 
+@pytest.mark.parametrize("change", ["none", "a commit", "a new process", "fewer processes"])
+def test_the_same_processes_fail_again(driver, monkeypatch, change):
+    """Ranks that disagree in every step lose no rank: they restored the commit and failed again, for ever."""
+    hvd.init()
+    state, errors = Recorded(), [hvd.CommError(f"the ranks disagree ({number})") for number in range(4)]
+    left = list(errors)
+    if change == "a new process":
+        gathered = recovery.allgather_object
+        monkeypatch.setattr(
+            recovery, "allgather_object", lambda mine, name: gathered(mine, name) + [0] * ("failures" in name)
+        )
+    if change == "fewer processes":
+        monkeypatch.setattr(recovery, "size", lambda: 9 - len(driver))
+
+    @hvd.elastic.run
+    def function(state):
+        if change == "a commit":
+            state.commit()
+        if left:
+            raise left.pop(0)
+
+    if change != "none":
+        function(state)
+        assert len(driver) == len(errors)
+        return
+    with pytest.raises(hvd.CommError, match=r"same 1 processes .* 2 times .*disagree \(1\)") as raised:
+        function(state)
+    assert raised.value.__cause__ is errors[1] and state.calls.count("restore") == 2
+
+
+def test_a_host_that_is_announced_while_places_are_assigned(driver, monkeypatch):
+    """The driver may have counted its hosts before; the host stayed idle until another one came."""
+    hvd.init()
+    state, ends = hvd.elastic.ObjectState(lambda value: value, lambda: 0), []
+    monkeypatch.setattr(recovery, "renew", lambda: len(ends) == 1 and state.on_hosts_updated(1, 2))
+
+    @hvd.elastic.run
+    def function(state):
+        if not ends:
+            ends.append("a lost rank")
+            raise hvd.CommError("rank 1 died")
+        try:
+            state.commit()
+        except hvd.elastic.HostsUpdatedInterrupt:
+            ends.append("a new host")
+            raise
+
+    function(state)
+    assert ends == ["a lost rank", "a new host"]
+
+
 def test_a_rank_is_lost_while_the_ranks_meet(driver, monkeypatch):
     hvd.init()
     outcomes = [hvd.CommError("missing: [1]"), None]
