@@ -3,6 +3,7 @@
 state      what is committed, restored and given to new ranks
 sampler    a dataset's samples that are left in this epoch, over the ranks there are
 recovery   ``run``: restores the last commit after a lost rank, and begins the job's next epoch
+guardian   kills a process that is stopped, because the next epoch would wait for it
 """
 
 from commsched.elastic.recovery import run

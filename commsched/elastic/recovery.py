@@ -24,11 +24,12 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from commsched.collectives.job import init, rank, renew, shutdown, size
 from commsched.collectives.operations import allgather_object
+from commsched.elastic.guardian import killed_when_stopped
 from commsched.elastic.state import State
 from commsched.env import settings
 from commsched.errors import CheckpointError, CommError, HostsUpdatedInterrupt
@@ -60,7 +61,7 @@ def run(
         elastic = detect_launch(os.environ, settings().launcher).elastic
         failures = _Failures(state)
         is_reset, can_skip = False, False
-        with _notified_of_hosts(state, elastic):
+        with _notified_of_hosts(state, elastic), killed_when_stopped() if elastic else nullcontext():
             while True:
                 try:
                     failures.check()

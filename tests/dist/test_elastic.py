@@ -1,4 +1,4 @@
-"""An elastic job of horovodrun: a host is added, then a rank is killed. The result is plain training's."""
+"""Elastic jobs of horovodrun: a host comes, a rank is killed or stopped. The result is plain training's."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ def plain() -> list[float]:
 
 @pytest.mark.dist
 @needs_horovod
-@pytest.mark.parametrize(("gather", "victim"), [("gradients", 0), ("parameters", 1)])
-def test_a_host_comes_and_a_rank_is_lost(tmp_path: Path, gather: str, victim: int) -> None:
+@pytest.mark.parametrize(
+    ("gather", "victim", "loss"), [("gradients", 0, "SIGKILL"), ("parameters", 1, "SIGSTOP")]
+)
+def test_a_host_comes_and_a_rank_is_lost(tmp_path: Path, gather: str, victim: int, loss: str) -> None:
     hosts, script = tmp_path / "hosts", tmp_path / "hosts.sh"
     hosts.write_text("localhost:1\n")
     script.write_text(f"#!/bin/sh\ncat {hosts}\n")
     script.chmod(0o755)
     env = {"COMMSCHED_TIMEOUT": "300"}
-    with start_ranks(PROGRAM, 2, [str(hosts), gather, str(victim)], env, f"elastic:{script}") as ranks:
+    with start_ranks(PROGRAM, 2, [str(hosts), gather, str(victim), loss], env, f"elastic:{script}") as ranks:
         results = ranks.wait()
         shown = ranks.report()
     lines = results[1 - victim].stdout.splitlines()

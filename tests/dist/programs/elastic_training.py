@@ -1,6 +1,6 @@
-"""Trains nine steps: on one rank, on two after a host was added, and on one after a rank was killed.
+"""Trains nine steps: on one rank, on two after a host was added, and on one after a rank was killed or stopped.
 
-Arguments: the file with the hosts, "gradients" or "parameters", the rank that is killed.
+Arguments: the file with the hosts, "gradients" or "parameters", the rank that is lost, the signal that it gets.
 """
 
 import json
@@ -34,7 +34,7 @@ def batch(step, rank):
 def train(state):
     while state.step < 9:
         if state.step == 6 and is_victim:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.Signals[sys.argv[4]])
         optimizer.zero_grad()
         model(batch(state.step, hvd.rank())).square().mean().backward()
         optimizer.step()
