@@ -29,6 +29,7 @@ from comm_core.forks import close_in_children
 
 POLL_SECONDS = 0.02  # between two calls of `lost`
 GUESTS, GUEST_SECONDS = 64, 30.0  # connections without proof, and how long each may take for it
+TRIES = 50  # of a rank whose connection is closed without an answer
 NO_ROOM = EMFILE, ENFILE, ENOBUFS, ENOMEM
 NONCE = 32  # bytes of a challenge, and of a proof
 GREETING = struct.Struct("32sIIII")  # nonce, from rank, to rank, number of ranks, 1: keepalive connection
@@ -45,7 +46,7 @@ def none_lost(awaited: Sequence[int]) -> str:
 class Waiting:
     """Limits this rank's wait for the others."""
 
-    def __init__(self, rank: int, seconds: float, lost: Lost) -> None:
+    def __init__(self, rank: int, seconds: float, lost: Lost = none_lost) -> None:
         self.rank, self.seconds, self.lost = rank, seconds, lost
         self._deadline = time.monotonic() + seconds
 
@@ -100,27 +101,38 @@ class Member(NamedTuple):
 def dial(
     address: tuple[str, int], peer: int, keepalive: bool, own: Member, waiting: Waiting
 ) -> socket.socket:
+    """Return a connection to `peer` over which both ranks have proved that they have the job's token.
+
+    A rank that many strangers dial closes connections at random, this one perhaps before it has read the
+    proof: so dial again. A rank that refuses the proof closes it too: so dial at most `TRIES` times.
+    """
     where = f"rank {peer} at {address[0]}:{address[1]}"
     pause = partial(waiting.next, peer, f"{where} did not answer")
     greeting = own.greeting(peer, keepalive)
     family, kind, protocol, _, target = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
-    connection = close_in_children(socket.socket(family, kind, protocol))
-    try:
-        _connect(connection, target, pause)
-        challenge = _receive(connection, NONCE, pause)
-        connection.sendall(greeting + own.proof(b"dial", challenge, greeting))
-        answer = _receive(connection, NONCE, pause)
-        if not hmac.compare_digest(answer, own.proof(b"accept", challenge, greeting)):
-            message = f"{where} does not have this job's token: is that the address of another program?"
-            raise EngineError(message, kind="peer_lost", rank=own.rank, peer=peer)
-    except OSError as error:
-        connection.close()
-        message = f"{where} cannot be reached: {error}; look for an error in its output"
-        raise EngineError(message, kind="peer_lost", rank=own.rank, peer=peer) from error
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+    tries = 0
+    while True:
+        connection = close_in_children(socket.socket(family, kind, protocol))
+        try:
+            _connect(connection, target, pause)
+            challenge = _receive(connection, NONCE, pause)
+            connection.sendall(greeting + own.proof(b"dial", challenge, greeting))
+            answer = _receive(connection, NONCE, pause)
+            if not hmac.compare_digest(answer, own.proof(b"accept", challenge, greeting)):
+                message = f"{where} does not have this job's token: is that the address of another program?"
+                raise EngineError(message, kind="peer_lost", rank=own.rank, peer=peer)
+            return connection
+        except OSError as error:
+            connection.close()
+            tries += 1
+            closed = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
+            if not closed or tries == TRIES:
+                message = f"{where} cannot be reached: {error}; look for an error in its output"
+                raise EngineError(message, kind="peer_lost", rank=own.rank, peer=peer) from error
+        except BaseException:
+            connection.close()
+            raise
+        time.sleep(pause())
 
 
 def _connect(connection: socket.socket, target: Any, pause: Callable[[], float]) -> None:
@@ -161,8 +173,8 @@ def accept_all(
     """Add both connections of each of these ranks to `found`. No number of strangers delays them.
 
     A guest, which has not proved yet who it is, is closed after `GUEST_SECONDS`. Beside the connections that
-    are awaited there are at most `GUESTS`: one more closes the oldest. Ranks answer at once, so the oldest
-    guests are strangers.
+    are awaited there are at most `GUESTS`: one more closes one of them at random. If it closed the oldest,
+    strangers that come fast enough would end each rank's connection before the proof arrives.
     """
     missing = {(peer, keepalive) for peer in peers for keepalive in (False, True)}
     refused = ""
@@ -191,19 +203,15 @@ def accept_all(
 
 def _let_in(listener: socket.socket, selector: selectors.BaseSelector, most: int) -> str:
     """Accept a guest. Return why that is impossible, as a part of a sentence; "" if it is possible."""
-    oldest = _oldest(selector)
-    if oldest and len(selector.get_map()) > most:
-        _dismiss(oldest, selector)
+    if len(selector.get_map()) > most:
+        _make_room(selector)
     try:
         guest = close_in_children(listener.accept()[0])
     except OSError as error:
         if error.errno not in NO_ROOM:
             return ""  # the other end has closed already
         # The listener stays readable: without a pause the loop would spin.
-        oldest = _oldest(selector)
-        if oldest:
-            _dismiss(oldest, selector)
-        else:
+        if not _make_room(selector):
             time.sleep(POLL_SECONDS)
         return f" (this process cannot accept connections: {error.strerror}; raise `ulimit -n`)"
     challenge = secrets.token_bytes(NONCE)
@@ -216,6 +224,14 @@ def _let_in(listener: socket.socket, selector: selectors.BaseSelector, most: int
     deadline = time.monotonic() + GUEST_SECONDS
     selector.register(guest, selectors.EVENT_READ, Guest(challenge, bytearray(), deadline))
     return ""
+
+
+def _make_room(selector: selectors.BaseSelector) -> bool:
+    """Close one guest's connection, and return whether there was any."""
+    guests = [key for key in selector.get_map().values() if key.data is not None]
+    if guests:
+        _dismiss(secrets.choice(guests), selector)  # the user has seeded `random`: its numbers are theirs
+    return bool(guests)
 
 
 def _oldest(selector: selectors.BaseSelector) -> selectors.SelectorKey | None:

@@ -6,6 +6,7 @@ import random
 import re
 import resource
 import secrets
+import selectors
 import socket
 import subprocess
 import sys
@@ -16,13 +17,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, repeat
 from pathlib import Path
 from subprocess import PIPE
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import DistNetworkError, HashStore
 
 from comm_core import EngineError, tcp_connections
-from comm_core.handshake import GREETING, NONCE, Member, none_lost
+from comm_core.handshake import GREETING, NONCE, Member, _let_in, _make_room, none_lost
 from tests.support.engines import on_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -129,21 +131,24 @@ def test_the_token_is_not_sent() -> None:
 
 
 @pytest.mark.parametrize("answer, problem", [(b"", "closed the connection"), (b"x" * NONCE, "does not have")])
-def test_a_listener_without_the_token_is_an_error(answer: bytes, problem: str) -> None:
+def test_a_listener_without_the_token_is_an_error(answer: bytes, problem: str, monkeypatch: Any) -> None:
     """It also learns nothing: its challenge gets a proof that is of no use with any other."""
+    monkeypatch.setattr("comm_core.handshake.TRIES", 3)
     with socket.create_server((HOST, 0)) as listener:
 
         def impostor() -> None:
-            with listener.accept()[0] as guest:
-                guest.sendall(b"c" * NONCE)
-                read(guest, GREETING.size + NONCE)
-                guest.sendall(answer)
+            for _ in range(1 if answer else 3):
+                with listener.accept()[0] as guest:
+                    guest.sendall(b"c" * NONCE)
+                    read(guest, GREETING.size + NONCE)
+                    guest.sendall(answer)
 
-        thread = threading.Thread(target=impostor)
+        thread = threading.Thread(target=impostor, daemon=True)
         thread.start()
         with pytest.raises(EngineError, match=rf"rank 0 at 127\.0\.0\.1:\d+ .*{problem}") as caught:
             tcp_connections(rank_0_at(listener), 1, 2, HOST, timeout_seconds=LONG)
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive(), "rank 1 did not dial again"
     assert (caught.value.kind, caught.value.peer) == ("peer_lost", 0)
 
 
@@ -249,6 +254,44 @@ def test_a_stranger_that_does_not_prove_itself_is_closed(sends: bytes, monkeypat
     store = Store(stranger)
     first, _ = on_ranks(2, lambda rank: tcp_connections(store, rank, 2, HOST, timeout_seconds=120))
     assert ends == [b""] and first[1] is not None
+
+
+def test_strangers_do_not_always_close_the_oldest_connection() -> None:
+    """Ranks on slow links were the oldest each time, before their answers arrived."""
+    oldest_was_kept = 0
+    for _ in range(40):
+        with ExitStack() as ends, selectors.PollSelector() as selector:
+
+            def accept() -> tuple[socket.socket, None]:
+                near, far = map(ends.enter_context, socket.socketpair())
+                return near, None
+
+            listener: Any = SimpleNamespace(accept=accept)
+            for _ in range(8):
+                _let_in(listener, selector, 8)
+            oldest = next(iter(selector.get_map().values())).fileobj
+            for _ in range(8):
+                _let_in(listener, selector, 7)
+            assert len(selector.get_map()) == 8
+            oldest_was_kept += any(key.fileobj is oldest for key in selector.get_map().values())
+    assert 0 < oldest_was_kept < 40
+
+
+def test_a_rank_whose_connection_strangers_close_dials_again(monkeypatch: Any) -> None:
+    """It raised, and the job did not start."""
+    accepted = []
+
+    def let_in(listener: socket.socket, selector: Any, most: int) -> str:
+        refused = _let_in(listener, selector, most)
+        accepted.append(refused)
+        if len(accepted) in (1, 3):  # as for a stranger that comes before the rank's answer
+            assert _make_room(selector)
+        return refused
+
+    monkeypatch.setattr("comm_core.handshake._let_in", let_in)
+    store = HashStore()
+    first, second = on_ranks(2, lambda rank: tcp_connections(store, rank, 2, HOST, timeout_seconds=60))
+    assert first[1] is not None and second[0] is not None and len(accepted) == 4
 
 
 PROGRAM = """
