@@ -93,8 +93,8 @@ def first_reachable(addresses: Iterable[str], port: int, timeout: float) -> tupl
     while True:
         for address in candidates:
             try:
-                # gethostbyname() gives IPv4, on which gloo and the coordinator listen, also for `localhost`.
-                ipv4 = socket.gethostbyname(address)
+                # Names of pods appear late: ask for the address in each round.
+                ipv4 = _ipv4(address)
                 with socket.create_connection((ipv4, port), min(3.0, timeout)) as connection:
                     return connection.getpeername()[0], connection.getsockname()[0]
             except OSError as error:
@@ -108,6 +108,18 @@ def first_reachable(addresses: Iterable[str], port: int, timeout: float) -> tupl
         time.sleep(_POLL_SECONDS)
 
 
+def _ipv4(name: str) -> str:
+    """Return a host's address of IPv4, on which gloo and the coordinator listen, also for `localhost`."""
+    try:
+        return socket.gethostbyname(name)
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: longer than names may be
+        raise OSError(f"this host cannot resolve the name {name!r} ({error}): check MASTER_ADDR") from error
+
+
+# Not urlopen(): it obeys http_proxy, and a proxy does not know the hosts of the job.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
 class KeyValueServer:
     """The HTTP key-value server of horovodrun, through which its ranks find each other."""
 
@@ -115,28 +127,17 @@ class KeyValueServer:
         self._root, self._timeout = f"http://{address}:{port}", timeout
 
     def put(self, scope: str, key: str, value: bytes) -> None:
-        self._send("PUT", scope, key, value)
+        self._request("PUT", scope, key, value)
 
     def clear(self, scope: str, key: str, tries: int) -> None:
         """Delete `key` until horovodrun's server has emptied the scope, at most `tries` times."""
-        while tries and self._get(scope, key) is not None:
-            self._send("DELETE", scope, key, None)
+        while tries and self._request("GET", scope, key) is not None:
+            self._request("DELETE", scope, key)
             tries -= 1
-
-    def _send(self, method: str, scope: str, key: str, value: bytes | None) -> None:
-        request = urllib.request.Request(f"{self._root}/{scope}/{key}", data=value, method=method)
-        with urllib.request.urlopen(request, timeout=self._timeout):
-            pass
 
     def ask(self, scope: str, key: str) -> bytes:
         """Return the answer to a question that the server answers once all ranks have asked."""
-        try:
-            answer = self._get(scope, key)
-        except (OSError, http.client.HTTPException) as error:
-            raise CommError(
-                f"horovodrun's server ({self._root}) did not answer within {self._timeout:g} s"
-                f" (COMMSCHED_TIMEOUT): {error}; has horovodrun ended, or does a rank still wait elsewhere?"
-            ) from error
+        answer = self._request("GET", scope, key)
         if answer is None:
             raise CommError(
                 f"horovodrun's server ({self._root}) does not know {scope}/{key}; does this process belong to"
@@ -144,20 +145,26 @@ class KeyValueServer:
             )
         return answer
 
-    def _get(self, scope: str, key: str) -> bytes | None:
+    def _request(self, method: str, scope: str, key: str, value: bytes | None = None) -> bytes | None:
+        """Return the server's answer; None where it does not know the `key` that is read."""
+        request = urllib.request.Request(f"{self._root}/{scope}/{key}", data=value, method=method)
         try:
-            with urllib.request.urlopen(f"{self._root}/{scope}/{key}", timeout=self._timeout) as reply:
+            with _direct.open(request, timeout=self._timeout) as reply:
                 return bytes(reply.read())
-        except urllib.error.HTTPError as error:
-            if error.code == 404:
+        except (OSError, http.client.HTTPException) as error:
+            if method == "GET" and isinstance(error, urllib.error.HTTPError) and error.code == 404:
                 return None
-            raise
+            raise CommError(
+                f"horovodrun's server ({self._root}) did not answer {method} {scope}/{key} within"
+                f" {self._timeout:g} s (COMMSCHED_TIMEOUT or COMMSCHED_START_TIMEOUT): {error}; has"
+                " horovodrun ended, can this host not reach it, or does a rank still wait elsewhere?"
+            ) from error
 
     def wait(self, scope: str, key: str) -> bytes:
         """Wait until another rank has put a value under `key`, and return it."""
         deadline = time.monotonic() + self._timeout
         while True:
-            value = self._get(scope, key)
+            value = self._request("GET", scope, key)
             if value is not None:
                 return value
             if time.monotonic() > deadline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from commsched.errors import CommError
 from commsched.process import rendezvous
 from commsched.process.launch import Launch, detect_launch
+from commsched.process.network import KeyValueServer
 
 LAUNCH = {
     "HOROVOD_RANK": "3",
@@ -88,6 +90,28 @@ def test_a_driver_that_is_gone(driver, monkeypatch):
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
     with pytest.raises(CommError, match="has horovodrun ended"):
         rendezvous.renew(launch())
+
+
+@pytest.mark.parametrize("call", ["put", "clear", "ask", "wait"])
+def test_each_call_names_a_server_that_is_gone(call):
+    """Of urllib came an error that named no server."""
+    server = KeyValueServer("127.0.0.1", 1, 5)
+    arguments = {"put": (b"",), "clear": (1,)}.get(call, ())
+    with pytest.raises(
+        CommError, match=r"server \(http://127\.0\.0\.1:1\) .*refused.*; has horovodrun ended"
+    ):
+        getattr(server, call)("commsched", "rank0", *arguments)
+
+
+def test_no_proxy_stands_between_the_ranks_and_the_driver(driver, monkeypatch):
+    answers, asked = driver
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setattr(urllib.request, "_opener", None)  # it has the variables of its first use
+    answers["/rank_and_size/b:1"] = b"1,2,1,2,0,1"
+    rendezvous.renew(launch())
+    assert asked == ["/rank_and_size/b:1"]
 
 
 def test_a_driver_that_nobody_has_named(driver, monkeypatch):
