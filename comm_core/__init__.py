@@ -38,8 +38,17 @@ from comm_core.boards import NotShared, open_boards, two_tier_transport
 from comm_core.engine import OPS, Engine
 from comm_core.errors import EngineError
 from comm_core.forks import close_in_children
+from comm_core.handshake import Waiting
 from comm_core.messages import MessageChannel, local_message_channels, message_channel
-from comm_core.tcp import HOST_TIMEOUT, Host, TcpConnection, local_channels, tcp_channel, tcp_connections
+from comm_core.tcp import (
+    HOST_TIMEOUT,
+    Host,
+    TcpConnection,
+    ask_store,
+    local_channels,
+    tcp_channel,
+    tcp_connections,
+)
 
 __all__ = [
     "CUDA_BUILT",
@@ -61,7 +70,9 @@ __all__ = [
     "Traffic",
     "Transport",
     "TwoTierTransport",
+    "Waiting",
     "alias_of",
+    "ask_store",
     "changed_rows",
     "close_in_children",
     "foreign_users",

@@ -149,9 +149,9 @@ def _connect_all(
     found: dict[tuple[int, bool], socket.socket] = {}
     try:
         if waiting.rank == 0:
-            _ask(waiting, store.set, "token", secrets.token_hex(16))  # before the address
+            ask_store(waiting, store.set, "token", secrets.token_hex(16))  # before the address
         host, port = listener.getsockname()[:2]
-        _ask(waiting, store.set, f"address/{waiting.rank}", f"{host} {port}")
+        ask_store(waiting, store.set, f"address/{waiting.rank}", f"{host} {port}")
         own = Member(_published(store, "token", 0, waiting), waiting.rank, size)
         for peer in dialled:
             name, number = _published(store, f"address/{peer}", peer, waiting).decode().split()
@@ -170,15 +170,16 @@ def _connect_all(
 
 
 def _published(store: Store, key: str, peer: int, waiting: Waiting) -> bytes:
-    while not _ask(waiting, store.check, [key]):
+    while not ask_store(waiting, store.check, [key]):
         time.sleep(waiting.next(peer, f"rank {peer} did not publish its address", [peer]))
-    return _ask(waiting, store.get, key)
+    return ask_store(waiting, store.get, key)
 
 
-def _ask(waiting: Waiting, call: Callable[..., Any], *arguments: Any) -> Any:
+def ask_store(waiting: Waiting, call: Callable[..., Any], *arguments: Any) -> Any:
     """Return a store's answer, for which it has the whole time-out: a rank that is late is not its fault.
 
-    Torch would wait without end for a store whose process is stopped.
+    Torch's own reads of a connection have no time limit: without this thread a rank would wait for ever for a
+    store whose process is stopped, or whose host is cut off.
     """
     answer: Future[Any] = Future()
     asking = Waiting(waiting.rank, waiting.seconds, waiting.lost)

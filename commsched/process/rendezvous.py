@@ -17,7 +17,7 @@ So rank 0 tells the others where the records of this attempt are, in the first m
 
 No other process has the same arrival, so the answers to ended ranks mislead nobody, and a rank 0 that has met
 or ended answers nobody. Ranks that were told count further meetings as rank 0 does: each init() is one, also
-one that fails.
+one that fails. A rank whose connection to the store has failed connects anew, and arrives again.
 
 [Note: epochs]
 Under most launchers a process keeps its rank, and a second ``init()`` needs every rank again. The store is
@@ -45,14 +45,17 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
+from comm_core import EngineError, Waiting, ask_store
 from commsched.env import LAST_PORT, settings
 from commsched.errors import CommError
 from commsched.process import failure_monitor, mpi_bootstrap
@@ -73,6 +76,7 @@ _POLL_SECONDS = 0.02
 # What the driver answers, in its order.
 _PLACE = tuple(f"HOROVOD_{name}" for name in "RANK SIZE LOCAL_RANK LOCAL_SIZE CROSS_RANK CROSS_SIZE".split())
 _LINGER_SECONDS = 20.0
+_ANSWER_SECONDS = 10.0  # that the store has for each answer, also shortly before the deadline
 _ARRIVALS = "commsched/arrivals"
 
 
@@ -143,7 +147,16 @@ def meet(launch: Launch, publish: Publish | None = None) -> Meeting:
         records = _exchange_records(store, mine, deadline, _connection)
     except CommError:
         raise
-    except RuntimeError as error:  # the store's server is gone
+    except RuntimeError as error:
+        # The next init() connects anew, also to a rank 0 that was started again. Not where MPI or Horovod has
+        # broadcast the address: another broadcast would wait for all ranks.
+        if publish is None and not launch.mpi:
+            _connection = None
+        if isinstance(error, EngineError):  # no answer: see _ask()
+            raise CommError(
+                f"rank {mine.rank} cannot meet the other ranks: {error}; is that process stopped, or its host"
+                " cut off? Start the job again"
+            ) from error
         raise CommError(f"rank 0 ended while rank {mine.rank} was waiting for all ranks: {error}") from error
     return Meeting(launch, store, records, _reachable_address(mine, records))
 
@@ -195,7 +208,8 @@ def _connect(launch: Launch, publish: Publish | None) -> _StoreConnection:
         contact = publish(None)
         return _join(contact["addresses"], int(contact["port"]), str(contact["token"]))
     addresses, token = own_addresses(launch.one_host), secrets.token_hex(16)
-    server = _listen("0.0.0.0", 0)
+    # Other networks cannot reach a store that listens only where it is dialled. It binds one address, or all.
+    server = _listen(0, addresses[0] if len(addresses) == 1 else "0.0.0.0")
     server.set("commsched/token", token)
     publish({"addresses": addresses, "port": server.port, "token": token})
     return _StoreConnection(server, addresses[0], addresses[0])
@@ -220,7 +234,7 @@ def _connect_to_given(launch: Launch) -> _StoreConnection:
     given = options.master_addr or launch.address
     launcher_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not given
     if launch.rank == 0 and not launcher_listens:
-        server = _listen(address, port)
+        server = _listen(port)
         master, own = first_reachable([address], port, options.start_timeout)
         return _StoreConnection(server, own, master)
     return _join([address], port, None)
@@ -260,26 +274,36 @@ def _publisher(launch: Launch) -> Publish:
     return publish
 
 
-def _listen(address: str, port: int) -> TCPStore:
+def _listen(port: int, address: str = "") -> TCPStore:
+    """Serve the job's store on a given port of all addresses of this host, or on a free one of `address`."""
     try:
-        # multi_tenant: the script's own init_process_group() may use the same port in this process.
-        return TCPStore(address, port, None, True, _timeout(), wait_for_workers=False, multi_tenant=port != 0)
-    except RuntimeError as error:
+        if port:
+            # This end dials the loopback address: torch would wait COMMSCHED_TIMEOUT for a name to resolve.
+            # multi_tenant: the script's own init_process_group() may use the same port in this process.
+            options: dict[str, Any] = {"host_name": "127.0.0.1", "multi_tenant": True}
+        else:
+            listener = socket.create_server((address, 0))
+            port = listener.getsockname()[1]
+            options = {"host_name": address, "master_listen_fd": listener.detach()}
+        return TCPStore(port=port, is_master=True, timeout=_timeout(), wait_for_workers=False, **options)
+    except (OSError, RuntimeError) as error:
         raise CommError(
-            f"rank 0 cannot listen on {address}, port {port}: {error}; is another job using the port? "
-            "Choose a free one"
+            f"rank 0 cannot listen on {address or 'this host'}, port {port}: {error}; is another job using"
+            " the port? Choose a free one"
         ) from error
 
 
 def _join(addresses: list[str], port: int, token: str | None) -> _StoreConnection:
+    deadline = time.monotonic() + settings().start_timeout
     master, own = first_reachable(addresses, port, settings().start_timeout)
     try:
-        store = TCPStore(master, port, None, False, _timeout(), wait_for_workers=False)
-        found = store.get("commsched/token").decode() if token else None
+        connect = partial(TCPStore, master, port, None, False, _timeout(), wait_for_workers=False)
+        store = _ask(deadline, connect)
+        found = _ask(deadline, store.get, "commsched/token").decode() if token else None
     except RuntimeError as error:
         raise CommError(
-            f"the server on {master}, port {port}, is not the store of rank 0: {error}; choose another port "
-            "with COMMSCHED_MASTER_ADDR and COMMSCHED_MASTER_PORT"
+            f"the server on {master}, port {port}, is stopped, or is not the store of rank 0: {error}; choose"
+            " another port with COMMSCHED_MASTER_ADDR and COMMSCHED_MASTER_PORT"
         ) from error
     if found != token:
         raise CommError(
@@ -293,10 +317,17 @@ def _timeout() -> timedelta:
     return timedelta(seconds=settings().timeout)
 
 
+def _ask(deadline: float, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the answer of the ranks' store; ``EngineError`` if there is none until `deadline`."""
+    left = max(deadline - time.monotonic(), min(_ANSWER_SECONDS, settings().start_timeout))
+    return ask_store(Waiting(-1, left), call, *arguments)
+
+
 def _arrive(store: Store, mine: Record, deadline: float) -> tuple[int, int]:
     """Return rank 0's arrival and the meeting in which it waits. The other ranks wait until it tells both."""
-    arrival = store.add(_ARRIVALS, 1)
-    while mine.rank != 0 and not store.check([f"commsched/job/{arrival}"]):
+    ask = partial(_ask, deadline)
+    arrival = ask(store.add, _ARRIVALS, 1)
+    while mine.rank != 0 and not ask(store.check, [f"commsched/job/{arrival}"]):
         if time.monotonic() > deadline:
             raise CommError(
                 f"rank {mine.rank} waited {settings().start_timeout:g} s (COMMSCHED_START_TIMEOUT) for"
@@ -306,7 +337,7 @@ def _arrive(store: Store, mine: Record, deadline: float) -> tuple[int, int]:
         time.sleep(_POLL_SECONDS)
     if mine.rank == 0:
         return arrival, 1
-    job, meeting = store.get(f"commsched/job/{arrival}").split()
+    job, meeting = ask(store.get, f"commsched/job/{arrival}").split()
     return int(job), int(meeting)
 
 
@@ -314,22 +345,24 @@ def _exchange_records(
     store: Store, mine: Record, deadline: float, connection: _StoreConnection
 ) -> tuple[Record, ...]:
     """Write this rank's record, wait for those of all ranks and compare each. Rank 0 answers arrivals."""
-    store.set(f"record/{store.add('records', 1)}", json.dumps(asdict(mine)))
+    ask = partial(_ask, deadline)
+    ask(store.set, f"record/{ask(store.add, 'records', 1)}", json.dumps(asdict(mine)))
     records: dict[int, Record] = {}
     read, answered = 0, 0
     while len(records) < mine.size:
-        while mine.rank == 0 and answered < connection.store.add(_ARRIVALS, 0):
+        while mine.rank == 0 and answered < ask(connection.store.add, _ARRIVALS, 0):
             answered += 1
-            connection.store.set(f"commsched/job/{answered}", f"{connection.job} {connection.meetings}")
+            place = f"{connection.job} {connection.meetings}"
+            ask(connection.store.set, f"commsched/job/{answered}", place)
         if time.monotonic() > deadline:
             missing = sorted(set(range(mine.size)) - set(records))
             raise CommError(
                 f"rank {mine.rank} waited {settings().start_timeout:g} s (COMMSCHED_START_TIMEOUT) for"
                 f" {mine.size} ranks; missing: {missing}. Did they start, and do they all call init()?"
             )
-        while read < store.add("records", 0):
+        while read < ask(store.add, "records", 0):
             read += 1
-            other = Record(**json.loads(store.get(f"record/{read}")))
+            other = Record(**json.loads(ask(store.get, f"record/{read}")))
             disagreement = _disagreement(mine, other, records)
             if disagreement:
                 _wait_for_readers(store, mine)
@@ -356,11 +389,12 @@ def _disagreement(mine: Record, other: Record, records: dict[int, Record]) -> st
 
 def _wait_for_readers(store: Store, mine: Record) -> None:
     """Keep rank 0, which serves the store, until every rank has found the disagreement in it."""
-    found = store.add("disagreements", 1)
     deadline = time.monotonic() + _LINGER_SECONDS
-    while mine.rank == 0 and found < store.add("records", 0) and time.monotonic() < deadline:
+    ask = partial(_ask, deadline)
+    found = ask(store.add, "disagreements", 1)
+    while mine.rank == 0 and found < ask(store.add, "records", 0) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        found = store.add("disagreements", 0)
+        found = ask(store.add, "disagreements", 0)
 
 
 def _reachable_address(mine: Record, records: tuple[Record, ...]) -> str:
