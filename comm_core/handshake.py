@@ -119,7 +119,8 @@ def dial(
             connection.sendall(greeting + own.proof(b"dial", challenge, greeting))
             answer = _receive(connection, NONCE, pause)
             if not hmac.compare_digest(answer, own.proof(b"accept", challenge, greeting)):
-                message = f"{where} does not have this job's token: is that the address of another program?"
+                message = f"{where} does not have this job's token: is that the address of another program,"
+                message += " or do the ranks differ in COMMSCHED_JOB_TOKEN?"
                 raise EngineError(message, kind="peer_lost", rank=own.rank, peer=peer)
             return connection
         except OSError as error:
@@ -128,6 +129,8 @@ def dial(
             closed = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
             if not closed or tries == TRIES:
                 message = f"{where} cannot be reached: {error}; look for an error in its output"
+                if closed:
+                    message += ", and for ranks that differ in COMMSCHED_JOB_TOKEN"
                 raise EngineError(message, kind="peer_lost", rank=own.rank, peer=peer) from error
         except BaseException:
             connection.close()

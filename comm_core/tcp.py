@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 import socket
@@ -152,7 +153,7 @@ def _connect_all(
             ask_store(waiting, store.set, "token", secrets.token_hex(16))  # before the address
         host, port = listener.getsockname()[:2]
         ask_store(waiting, store.set, f"address/{waiting.rank}", f"{host} {port}")
-        own = Member(_published(store, "token", 0, waiting), waiting.rank, size)
+        own = Member(_with_secret(_published(store, "token", 0, waiting)), waiting.rank, size)
         for peer in dialled:
             name, number = _published(store, f"address/{peer}", peer, waiting).decode().split()
             for keepalive in (False, True):
@@ -167,6 +168,15 @@ def _connect_all(
             raise EngineError(message, kind="peer_lost", rank=waiting.rank) from error
         raise
     return found
+
+
+def _with_secret(token: bytes) -> bytes:
+    """Return the key of the handshakes: whoever reaches the store reads `token`, but not the job's own one.
+
+    Read here and not passed: every connection between ranks goes through here, and none may be without.
+    """
+    secret = os.environ.get("COMMSCHED_JOB_TOKEN", "").strip()
+    return hmac.digest(secret.encode(), token, "sha256") if secret else token
 
 
 def _published(store: Store, key: str, peer: int, waiting: Waiting) -> bytes:

@@ -64,6 +64,12 @@ class Settings:
         "free port on rank 0's host; needed together with COMMSCHED_MASTER_ADDR",
         most=LAST_PORT,
     )
+    job_token: str = _setting(
+        "COMMSCHED_JOB_TOKEN",
+        "",
+        "secret of the job, the same on all ranks; only who has it can connect to a rank (comm_core/tcp.py);"
+        " who reaches the job's store can",
+    )
     transport: str = _setting(
         "COMMSCHED_TRANSPORT",
         "",

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from torch.distributed import DistNetworkError, HashStore
 
-from comm_core import EngineError, tcp_connections
+from comm_core import EngineError, tcp, tcp_connections
 from comm_core.handshake import GREETING, NONCE, Member, _let_in, _make_room, none_lost
 from tests.support.engines import on_ranks
 
@@ -119,6 +119,26 @@ class Tap(HashStore):
             while piece := source.recv(1 << 16):
                 self.seen.append(piece)
                 target.sendall(piece)
+
+
+def test_who_reads_the_store_is_no_rank_of_a_job_with_a_secret(monkeypatch: Any) -> None:
+    monkeypatch.setenv("COMMSCHED_JOB_TOKEN", "the job's secret")
+    test_a_false_rank_is_refused_and_the_real_ones_connect("nothing: it has read the token in the store")
+
+
+def test_ranks_with_different_secrets_say_so(monkeypatch: Any) -> None:
+    store, problems = HashStore(), dict[int, EngineError]()
+
+    def connect(rank: int) -> None:
+        with pytest.raises(EngineError) as raised:
+            lost = (lambda awaited: "rank 1 has ended" if problems else "") if rank == 0 else none_lost
+            tcp_connections(store, rank, 2, HOST, timeout_seconds=60, lost=lost)
+        problems[rank] = raised.value
+
+    secrets_of_ranks = iter("ab")
+    monkeypatch.setattr(tcp, "_with_secret", lambda token: next(secrets_of_ranks).encode())
+    on_ranks(2, connect)
+    assert "ranks that differ in COMMSCHED_JOB_TOKEN" in str(problems[1])
 
 
 def test_the_token_is_not_sent() -> None:
@@ -296,7 +316,7 @@ def test_a_rank_whose_connection_strangers_close_dials_again(monkeypatch: Any) -
 
 PROGRAM = """
 import os, resource, sys, time
-from comm_core import EngineError, tcp_connections
+from comm_core import EngineError, tcp, tcp_connections
 from tests.support.engines import on_ranks
 from tests.unit.comm_core.test_handshake import HOST, Store, read
 
