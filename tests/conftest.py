@@ -51,9 +51,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+FEW = 3
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where all tests are collected, note their names and marks, before ``-m`` leaves tests out."""
+    """Before ``-m`` leaves tests out: mark cases thorough; where all are collected, note names and marks."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not any(map(item.get_closest_marker, ("slow", "thorough"))):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for each in cases.values():
+        kept = {round(place * (len(each) - 1) / (FEW - 1)) for place in range(FEW)}  # the first ... the last
+        for place in set(range(len(each))) - kept:
+            each[place].add_marker("thorough")
     if [Path(argument).resolve() for argument in config.args] == [Path(__file__).parent]:
         config.stash[COLLECTED] = {i.nodeid: [mark.name for mark in i.iter_markers()] for i in items}
 

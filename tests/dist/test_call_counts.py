@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.launch import run_ranks
 
-pytestmark = [pytest.mark.dist, pytest.mark.quick]
+pytestmark = pytest.mark.dist
 
 ROOT = Path(__file__).resolve().parents[2]
 HOOK, STEP = "commsched/optimizer/round.py: on_grad", "commsched/optimizer/distributed.py: step"

@@ -40,12 +40,14 @@ def count(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameter_counts_are_the_published_ones(name: str) -> None:
     with torch.device("meta"):
         assert count(models.build(name)) == PUBLISHED[name]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_full_size_models_take_their_batches(name: str) -> None:
     with torch.device("meta"):
@@ -58,6 +60,7 @@ def test_every_model_has_a_published_size_or_is_tiny() -> None:
     assert set(models.names()) == set(PUBLISHED) | set(TINY)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_models_learn_their_batch(name: str) -> None:
     torch.manual_seed(0)

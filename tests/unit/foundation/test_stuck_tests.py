@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 TESTS = """
 import ctypes
@@ -43,12 +45,14 @@ def run(folder: Path, files: dict[str, str], *options: str) -> subprocess.Comple
     )
 
 
+@pytest.mark.thorough
 def test_a_test_that_is_stuck_below_python_is_named_and_the_next_one_runs(tmp_path: Path) -> None:
     done = run(tmp_path, {"test_two.py": TESTS}, "-n", "1")
     assert "FAILED tests/test_two.py::test_stuck" in done.stdout, done.stdout
     assert "1 failed, 1 passed" in done.stdout and "in test_stuck" in done.stderr, done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_the_last_worker_is_stuck_and_the_run_ends(tmp_path: Path) -> None:
     files = {"test_a.py": PASS, "test_b.py": PASS, "test_c.py": PASS, "test_two.py": TESTS}
     done = run(tmp_path, files, "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder")

@@ -63,6 +63,7 @@ sys.exit("numba" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code], timeout=400).returncode == 0
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("name", "options"), [*((name, {}) for name in policies.names()), ("dear", {"bucket_bytes": 4 << 20})]
 )

@@ -50,6 +50,7 @@ def slow_backward(module: Any, inputs: Any, output: Any) -> None:
     output[0].register_hook(lambda grad: time.sleep(0.05))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("stop", [1, 4])
 @pytest.mark.parametrize(("schedule", "count", "mesh", "layers"), CASES)
 def test_goes_on_with_the_same_bits(schedule: str, count: int, mesh: Any, layers: int, stop: int) -> None:

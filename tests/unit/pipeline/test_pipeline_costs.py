@@ -61,6 +61,7 @@ def asked_and_kept(what: str, blocks: int = 3072, **variables: str) -> tuple[int
     return asked, kept
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
 @pytest.mark.parametrize("blocks", [3072, pytest.param(2, marks=pytest.mark.thorough)])
 def test_freed_memory_stays(blocks: int) -> None:
@@ -71,6 +72,7 @@ def test_freed_memory_stays(blocks: int) -> None:
     assert asked_and_kept("leave", blocks)[1] < 0.5 * ALL
 
 
+@pytest.mark.thorough
 def test_the_users_own_setting_of_malloc_stays() -> None:
     assert asked_and_kept("keep", MALLOC_TRIM_THRESHOLD_="1000000")[0] == 0
 
@@ -99,6 +101,7 @@ FLOAT, HALF = torch.float32, torch.bfloat16
 MASTERS = {"master_weights": True}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 @pytest.mark.parametrize(
     ("dtype", "options", "reduced"),

@@ -38,6 +38,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("stages", "count", "replicas"), SIZES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_equals_the_replayed_versions(schedule: str, stages: int, count: int, replicas: int) -> None:

@@ -805,6 +805,7 @@ def halved_by_hook(model: Any) -> None:
     model.parts[2].register_forward_hook(lambda _, inputs, output: output * 0.5)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("options", [{"mesh": (2, 1), "num_microbatches": 2}, TWO_STAGES_ON_A_RANK])
 @pytest.mark.parametrize(
     ("make", "change"),
@@ -833,6 +834,7 @@ def doubled(model: Any) -> None:
     model.parts[3].weight.mul_(2)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("make", "change", "message"),
     [

@@ -69,6 +69,7 @@ def rows_and_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.tensor(len(targets)), len(targets) * loss_of(outputs, targets)])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("schedule", "count", "mesh", "layers"), SCHEDULES)
 def test_local_batches_train_as_whole_ones(schedule: str, count: int, mesh: Any, layers: int) -> None:
     model = chain_model(layers)
@@ -208,6 +209,7 @@ def test_samplers_yield_what_whole_batches_hold() -> None:
         assert all(torch.equal(weights[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("stop", [1, 4, 6])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_sampler_goes_on_where_the_pipeline_was(stop: int, late: bool) -> None:

@@ -550,6 +550,7 @@ def clipping(max_norm: float, norm_type: float = 2.0) -> Callable[[list[nn.Param
     return clip
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", [*MESHES, (2, 1)])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
 @pytest.mark.parametrize("norm_type", [2.0, torch.inf])

@@ -84,6 +84,7 @@ def assert_same(found: State, wanted: State, tolerance: float) -> None:
             torch.testing.assert_close(mine, value, rtol=tolerance, atol=tolerance, msg=f"{number} {key}")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("factory", [by_dim, adamw, adagrad, whole])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_they_are_those_of_one_process_and_go_on_there(mesh: tuple[int, int], factory: Any) -> None:
@@ -117,6 +118,7 @@ def test_they_are_those_of_one_process_and_go_on_there(mesh: tuple[int, int], fa
     assert_close(ended.state_dict(), wanted)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("factory", [by_dim, adamw, whole])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_they_take_those_of_one_process(mesh: tuple[int, int], factory: Any) -> None:
@@ -152,6 +154,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("kind", "mesh", "options"), CASES, ids=str)
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_pipeline_goes_on_with_them_to_the_bit(

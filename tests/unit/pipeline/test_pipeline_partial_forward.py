@@ -294,6 +294,7 @@ except (AttributeError, NotImplementedError):
     pass  # torch before 2.9 has no grouped product on CPUs
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", MODELS)
 def test_every_cut_gives_the_whole_models_loss_and_gradients(name: str) -> None:
     torch.manual_seed(0)
@@ -544,6 +545,7 @@ TRAINED = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("make", "schedule"), TRAINED)
 def test_pipelines_train_them_like_one_process(make: type[nn.Module], schedule: str) -> None:
     torch.manual_seed(0)

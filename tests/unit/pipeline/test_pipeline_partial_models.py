@@ -73,6 +73,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=20, deadline=None)
 @given(chosen=st.data())
@@ -167,6 +168,7 @@ def on_meta() -> nn.Module:
         return Late(nn.Linear)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("write", [as_file, as_torch_file, as_shards, as_it_is])
 @pytest.mark.parametrize("model", [Late, on_meta])
 def test_weights_are_read_by_name(model: Any, write: Any, tmp_path: Path) -> None:

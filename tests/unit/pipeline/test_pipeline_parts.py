@@ -221,6 +221,7 @@ def test_modules_compute_in_a_thread_while_another_traces() -> None:
 SLOW_TO_CUT = "densenet_tiny gpt2_deep_tiny gpt2_deep_tiny_classifier inception_tiny resnext_tiny".split()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "name",
     [

@@ -61,6 +61,7 @@ def texts(rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("schedule", "parts", "mesh", "layers"), SCHEDULES)
 def test_a_mean_over_tokens_is_that_of_one_process(schedule: str, parts: int, mesh: Any, layers: int) -> None:
     """With short batches, given whole or by rows."""

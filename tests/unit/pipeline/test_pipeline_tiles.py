@@ -60,6 +60,7 @@ def one_process(rows: int) -> tuple[list[float], dict[str, torch.Tensor], float]
     return losses, plain.state_dict(), F.cross_entropy(plain(images), target).item()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mirrored", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
 @pytest.mark.parametrize("placements", CASES)

@@ -27,6 +27,7 @@ from tests.support.pipeline_runs import (
 )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("optimizer", [momentum, adam])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 def test_synchronous_schedules_accumulate_like_one_process(schedule: str, optimizer: Any) -> None:
@@ -44,6 +45,7 @@ def test_running_two_ahead_changes_no_result(schedule: str, delay: int) -> None:
     assert_close(weights, by_delays(model, data, 6, lambda name: delay, momentum)[0])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "zero_bubble", "wpipe"])
 def test_placements_and_buckets_give_the_same_bits(schedule: str) -> None:
     model, data = chain_model(4), batches(5)
@@ -71,6 +73,7 @@ def test_placements_and_buckets_give_the_same_bits(schedule: str) -> None:
         assert all(torch.equal(weights[name], value) for name, value in found[0].items())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("schedule", ["1f1b", "ashpipe", "pipedream", "gpipe"])
 @pytest.mark.parametrize("counts", [[4, 3, 1], [1, 2, 3], [2, 2, 1]])
 def test_unequal_replicas_equal_none(schedule: str, counts: list[int]) -> None:
@@ -277,6 +280,7 @@ class TiedModules(nn.Sequential):
         super().__init__(parts[0], nn.Tanh(), *parts[1:])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("make", [TiedEnds, TiedModules])
 @pytest.mark.parametrize(
     ("schedule", "mesh"),

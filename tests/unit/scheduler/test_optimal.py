@@ -181,6 +181,7 @@ def test_keeps_reserves_for_a_slower_link() -> None:
     assert simulate(pipedap, profile, slower).period > 1.02 * startup_bound(profile, slower)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", ["resnet50", "bert_base", "gpt2", "vgg16"])
 @pytest.mark.parametrize("slower", [1.25, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_of_equally_fast_plans_one_that_a_slower_link_hurts_least(name: str, slower: float) -> None:
@@ -229,6 +230,7 @@ def big_profile(layers: int) -> Profile:
     return Profile("big", tuple(rows))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("alpha", [0.0, 2e-4])
 def test_five_hundred_layers(alpha: float) -> None:
     """The default budget, which bounds the jobs that the search places, is enough for a deep network."""

@@ -129,6 +129,7 @@ def stage_time(
     return seconds
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("schedule", "count"), [*SCHEDULES, ("zero_bubble", 3), ("bundle", 1)])
 def test_as_good_as_brute_force(schedule: str, count: int, seed: int) -> None:
@@ -142,6 +143,7 @@ def test_as_good_as_brute_force(schedule: str, count: int, seed: int) -> None:
         assert found.bottleneck == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 @pytest.mark.parametrize(("schedule", "count"), SCHEDULES)
 def test_as_good_as_brute_force_where_memory_is_short(schedule: str, count: int, seed: int) -> None:
@@ -187,6 +189,7 @@ def test_counts_of_shallow_pipelines_are_those_of_the_end_of_deep_ones(schedule:
             assert few.tolist() == many[: stages + 1].tolist()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("schedule", "count", "options"), FOLDED)
@@ -222,6 +225,7 @@ def test_several_stages_on_a_rank(
     assert plan.period <= min(naive, default=math.inf) * 1.0001
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "2bw"])
 def test_cuts_for_placements_are_the_best(schedule: str, seed: int) -> None:
@@ -291,6 +295,7 @@ def test_simulator_decides_between_depths() -> None:
     assert plan.period < simulate(deep, profile, Link(0.0, 1.5)).period
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("schedule", "count"), SCHEDULES)
 @pytest.mark.parametrize("seed", range(8))
 def test_depths_that_are_left_out_would_not_have_won(
@@ -302,6 +307,7 @@ def test_depths_that_are_left_out_would_not_have_won(
     assert partition(profile, cluster, schedule, microbatches=count, recompute="auto") == quick
 
 
+@pytest.mark.few
 @settings(deadline=None)
 @given(seed=st.integers(0, 999), layers=st.integers(2, 9), depth=st.integers(1, 8), beta=st.floats(0, 0.5))
 @pytest.mark.parametrize(("schedule", "count"), SCHEDULES)

@@ -150,6 +150,7 @@ def test_mirrored_programs_are_valid(data: st.DataObject) -> None:
 # -- rules ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("placements", CASES)
 @pytest.mark.parametrize(
     "schedule", ["gpipe", "1f1b", "zero_bubble", "interleaved", "pipedream", "2bw", "wpipe"]

@@ -137,6 +137,7 @@ STEPS: list[dict[str, Any]] = [
 ALL_REDUCE = ("wfbp", "mgwfbp", "bytescheduler")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", policies.names())
 @pytest.mark.parametrize("step", STEPS, ids=["gradients", "late", "early"])
 @settings(max_examples=10, deadline=None)

@@ -81,6 +81,7 @@ def test_a_head_that_is_sent_early_hides_more() -> None:
     assert early < 0.9 * late
 
 
+@pytest.mark.thorough
 def test_a_head_that_gains_nothing_waits_for_the_whole_gradient() -> None:
     """Corrections are as large as the gradient itself: sent whole, it takes half of the link's time."""
     apart = transformer(20_000_000, 20_000_000)

@@ -24,9 +24,9 @@ from tests.support.spatial_models import build, conv_norm_relu
     [
         pytest.param("resnet18", (2, 2), "off", "off", marks=pytest.mark.slow),
         pytest.param("resnet18", (1, 2), "on", 3, marks=pytest.mark.slow),
-        ("unet", (2, 2), "on", "off"),
+        pytest.param("unet", (2, 2), "on", "off", marks=pytest.mark.thorough),
         ("unet", (2, 1), "off", 2),
-        ("amoebanet", (1, 2), "on", "off"),
+        pytest.param("amoebanet", (1, 2), "on", "off", marks=pytest.mark.thorough),
     ],
 )
 def test_bytes_on_the_wire(name: str, grid: tuple[int, int], overlap: str, fuse: int | str) -> None:

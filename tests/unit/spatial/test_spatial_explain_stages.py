@@ -53,6 +53,7 @@ def test_a_line_for_each_border() -> None:
     ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("fuse_halo", ["off", 2])
 @pytest.mark.parametrize("placements", [(TILES, ONE), (TILES, TWO), (TILES, spatial.Tiles((1, 3)))])
 def test_bytes_are_those_that_are_sent(

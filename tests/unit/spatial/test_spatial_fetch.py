@@ -66,6 +66,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "overlap"), [*((name, "off") for name in OPERATIONS), ("conv", "on")])
 def test_first_and_second_derivatives(name: str, overlap: str) -> None:
     def check(channel: Channel) -> None:

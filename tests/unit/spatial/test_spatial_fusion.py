@@ -113,6 +113,7 @@ def compare(
         assert torch.equal(parameter.grad, reference), f"weight gradient of chain {seed}"
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("overlap", ["off", "on"])
 @pytest.mark.parametrize(
     ("grid", "fuse"), [((2, 2), 2), ((1, 3), 3), pytest.param((4, 1), 4, marks=pytest.mark.slow)]

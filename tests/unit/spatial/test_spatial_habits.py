@@ -51,6 +51,7 @@ HALVES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", HALVES)
 def test_half_precision_is_added_up_in_float32(name: str, dtype: torch.dtype) -> None:
@@ -189,6 +190,7 @@ VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("order", ["write to the view", "write to the viewed", "write to the view alone"])
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_share_memory_as_in_one_process_or_refuse_writes(name: str, order: str) -> None:

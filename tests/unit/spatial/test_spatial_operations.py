@@ -229,6 +229,7 @@ TIES = {name for name in MODULES if "maximum" in name} | {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("name", "ties"),
     [

@@ -35,6 +35,7 @@ def test_the_cases_over_processes_are_of_every_kind() -> None:
     assert len(cases) == 550 and min(seen[trait] for trait in wanted) >= 3, seen
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_integers_bit_for_bit(kind: str, ranks: int) -> None:

@@ -62,6 +62,7 @@ MODELS: dict[str, Any] = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("blocks", [None, pytest.param((1, 1), marks=pytest.mark.slow), (3, 2)])
 @pytest.mark.parametrize("name", MODELS)
 def test_parts_from_a_file_are_those_of_the_whole(

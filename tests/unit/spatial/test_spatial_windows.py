@@ -166,6 +166,7 @@ MODELS = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("grid", [(2, 2), (1, 4), (3, 1)])
 @pytest.mark.parametrize("name", MODELS)
 def test_reshaped_images_are_those_of_one_process(name: str, grid: tuple[int, int]) -> None:
