@@ -137,9 +137,10 @@ def load(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> dict[str, 
         if not reason:
             here.whole, here.known = name, set(seen)
             _mark(here.path / name)
-            if reasons and rank() == 0:
+            others = _put(values, state, here.path / name, len(seen[name]))
+            if reasons and rank() == 0:  # last: a warning may be an error, and the other ranks go on
                 warnings.warn(f"generation {name} is loaded: {'; '.join(reasons)}", stacklevel=2)
-            return _put(values, state, here.path / name, len(seen[name]))
+            return others
         reasons.append(reason)
     if has_ended:
         raise CheckpointError(
@@ -702,6 +703,8 @@ def _refusal(target: Any, saved: Any) -> str:
     A module copies tensor by tensor and fails at the end: a model would be loaded in part, or without its
     optimizer. Objects with loaders or hooks of their own may take states of other sizes: they decide alone.
     """
+    if "load_state_dict" in getattr(target, "__dict__", ()):
+        return ""
     if isinstance(target, torch.optim.Optimizer):
         base = getattr(target, "_base", type(target))  # the class that a DistributedOptimizer wraps
         is_plain = base.load_state_dict is torch.optim.Optimizer.load_state_dict
@@ -714,10 +717,13 @@ def _refusal(target: Any, saved: Any) -> str:
         return ""
     for module in target.modules():
         is_plain = type(module)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        is_plain &= type(module).set_extra_state is nn.Module.set_extra_state
         if not is_plain or module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
             return ""
     present = target.state_dict()
     for key in dict.fromkeys((*present, *saved)):
+        if key not in saved and key.endswith("num_batches_tracked"):
+            continue  # torch adds it to states of old versions
         sizes = [_size(each[key]) if key in each else "nothing" for each in (present, saved)]
         if sizes[0] != sizes[1]:
             return f"{key} is {sizes[0]} here, {sizes[1]} in the checkpoint"

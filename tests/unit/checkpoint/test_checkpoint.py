@@ -14,6 +14,7 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -486,6 +487,31 @@ def test_a_state_that_does_not_fit_leaves_all_objects_as_they_were(kept: Path) -
     larger = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), Growing(7, 6))
     assert checkpoint.load({"model": larger}, kept) is not None
     assert torch.equal(larger[2].bias, torch.cat([saved[2].bias] * 2))
+
+
+class History(nn.Linear):
+    """Remembers as much as it has seen, and nothing at first."""
+
+    seen: torch.Tensor | None = None
+
+    def get_extra_state(self) -> torch.Tensor | None:
+        return self.seen
+
+    def set_extra_state(self, state: torch.Tensor | None) -> None:
+        self.seen = state
+
+
+def test_a_state_that_torch_takes_is_taken_though_sizes_differ(kept: Path) -> None:
+    saved, history = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7)), History(2, 2)
+    history.seen = torch.arange(3)
+    old = {name: value for name, value in saved.state_dict().items() if value.is_floating_point()}
+    checkpoint.save({"history": history, "part": saved[0], "old": old}, kept).wait()
+    found, whole, model = History(2, 2), nn.Linear(5, 7), nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
+    whole.extra = nn.Linear(1, 1)
+    whole.load_state_dict = partial(whole.load_state_dict, strict=False)
+    checkpoint.load({"history": found, "part": whole, "old": model}, kept)
+    assert found.seen is not None and torch.equal(found.seen, history.seen)
+    assert torch.equal(whole.weight, saved[0].weight) and torch.equal(model[0].weight, saved[0].weight)
 
 
 class FullDisk(RecordedOs):
