@@ -176,7 +176,7 @@ def _with_secret(token: bytes) -> bytes:
     Read here and not passed: every connection between ranks goes through here, and none may be without.
     """
     secret = os.environ.get("COMMSCHED_JOB_TOKEN", "").strip()
-    return hmac.digest(secret.encode(), token, "sha256") if secret else token
+    return hmac.digest(os.fsencode(secret), token, "sha256") if secret else token
 
 
 def _published(store: Store, key: str, peer: int, waiting: Waiting) -> bytes:

@@ -67,8 +67,8 @@ class Settings:
     job_token: str = _setting(
         "COMMSCHED_JOB_TOKEN",
         "",
-        "secret of the job, the same on all ranks; only who has it can connect to a rank (comm_core/tcp.py);"
-        " who reaches the job's store can",
+        "secret of the job, the same on all ranks: only who has it can connect to one (comm_core/tcp.py);"
+        " unset: whoever reaches the job's store can",
     )
     transport: str = _setting(
         "COMMSCHED_TRANSPORT",

@@ -6,6 +6,7 @@ processes have asked or ended, and a stopped one does neither. So a small child 
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ while os.getppid() == process:
     if stopped == 10:
         os.kill(process, signal.SIGKILL)
     time.sleep(seconds / 10)
-    with open(f"/proc/{process}/stat") as status:
+    with open(f"/proc/{process}/stat", errors="replace") as status:
         stopped = stopped + 1 if status.read().rpartition(")")[2].split()[0] == "T" else 0
 """
 
@@ -34,7 +35,15 @@ def killed_when_stopped(seconds: float = 10.0) -> Iterator[None]:
     """
     command = [sys.executable, "-I", "-S", "-c", _WATCH, str(os.getpid()), str(seconds)]
     null = subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=null, stdout=null, stderr=null, cwd="/") as guardian:
+    try:
+        started = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, cwd="/")
+    except (OSError, TypeError) as error:  # no room for a process; an embedded Python without sys.executable
+        logging.getLogger("commsched").warning(
+            "the others would wait for this rank if it is stopped: %s", error
+        )
+        yield
+        return
+    with started as guardian:
         try:
             yield
         finally:

@@ -113,7 +113,9 @@ def _ipv4(name: str) -> str:
     try:
         return socket.gethostbyname(name)
     except (socket.gaierror, UnicodeError) as error:  # UnicodeError: longer than names may be
-        raise OSError(f"this host cannot resolve the name {name!r} ({error}): check MASTER_ADDR") from error
+        raise OSError(
+            f"this host cannot resolve the name {name!r} ({error}): check rank 0's address"
+        ) from error
 
 
 # Not urlopen(): it obeys http_proxy, and a proxy does not know the hosts of the job.

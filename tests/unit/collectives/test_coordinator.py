@@ -5,6 +5,7 @@ import os
 import struct
 import threading
 import time
+from contextlib import suppress
 from multiprocessing import Pipe
 
 import pytest
@@ -67,6 +68,7 @@ def test_the_second_half_of_a_message_comes_after_close() -> None:
     os.write(theirs.fileno(), struct.pack("!i", len(body)) + body[:9])
     time.sleep(0.2)  # it reads
     line.close()
-    os.write(theirs.fileno(), body[9:])
+    with suppress(BrokenPipeError):  # on a busy machine it may not have read yet
+        os.write(theirs.fileno(), body[9:])
     listener.join(100)
     assert isinstance(results[0], OSError), results
