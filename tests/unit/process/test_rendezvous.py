@@ -103,9 +103,11 @@ def test_localhost_is_dialled_over_ipv4():
 
 def test_a_rank_that_starts_after_the_first_init_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 answered no arrival at its second try, so that the late rank waited until the time-out."""
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    # A connection each, as ranks have: a get() that waits for the other's set() keeps its connection busy.
+    served = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", served.port, None, False, wait_for_workers=False)
     launch = Launch("torchrun", 0, 2, 0, 1, "host0")
-    here, late = (rendezvous._StoreConnection(store, "127.0.0.1", "127.0.0.1") for _ in range(2))
+    here, late = (rendezvous._StoreConnection(each, "127.0.0.1", "127.0.0.1") for each in (served, store))
     monkeypatch.setattr(rendezvous, "_connection", here)
     patience = {"COMMSCHED_START_TIMEOUT": "0.2"}
     monkeypatch.setattr(rendezvous, "settings", lambda: read_settings(patience))
@@ -115,10 +117,7 @@ def test_a_rank_that_starts_after_the_first_init_has_failed(monkeypatch: pytest.
     with ThreadPoolExecutor(1) as threads:
         first, deadline = threads.submit(rendezvous.meet, launch), time.monotonic() + 60
         job, meeting = _arrive(store, record(1), deadline)
-        assert (job, meeting) == (
-            1,
-            2,
-        )  # where a rank is whose first init() has failed too, or has met without 0
+        assert (job, meeting) == (1, 2)  # where a rank is whose first init() has failed too
         records = PrefixStore(f"commsched/{job}/{meeting}", store)
         met = _exchange_records(records, record(1), deadline, late)
         assert met == first.result().records and [each.rank for each in met] == [0, 1]
