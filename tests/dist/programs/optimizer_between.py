@@ -123,6 +123,24 @@ def reading_any_way_is_up_to_date(me: Me) -> None:
 
 
 @case()
+def scripted_and_traced_models_are_up_to_date(me: Me) -> None:
+    """Compiled code asks for no parameter, so what it reads is complete after each step."""
+    given = batch(99, 0)
+    makes = [torch.jit.script, lambda model: torch.jit.trace(model, given, check_trace=False)]
+    for make, gather in itertools.product(makes, ("gradients", "parameters")):
+        twin = Twin(me, mlp, gather=gather)
+        twin.step(loss_of(0))
+        program = make(twin.model)
+        for step in range(1, 5):
+            twin.step(loss_of(step))
+            with torch.no_grad():
+                found = program(given)  # first: the model's own forward waits for what is pending
+                assert_same_bits([found], [twin.model(given)], f"{make}, {gather}, step {step}")
+        twin.compare(gather, exact=gather == "gradients")
+        release(twin.optimizer)
+
+
+@case()
 def gradients_after_the_step_are_up_to_date(me: Me) -> None:
     twin = Twin(me, mlp)
     for step in range(5):

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,23 +37,28 @@ SOON = 60.0  # seconds, for a busy machine
 REASON = "rank 7: the optimizer is closed"
 
 
-def threads_and_files() -> tuple[int, list[str]]:
-    """Return the number of this process's threads, and what its descriptors are, without those of files."""
-    kinds = []
+def threads_and_files() -> Counter[str]:
+    """Return this process's threads by number, and what its descriptors are, without those of files."""
+    found = Counter(f"thread {number}" for number in os.listdir("/proc/self/task"))
     for number in os.listdir("/proc/self/fd"):
         try:
-            kinds.append(os.readlink(f"/proc/self/fd/{number}").split(":")[0])
+            target = os.readlink(f"/proc/self/fd/{number}")  # with a number: socket:[4242]
         except FileNotFoundError:
             continue  # of the listing itself
-    return len(os.listdir("/proc/self/task")), sorted(k for k in kinds if not k.startswith("/"))
+        if not target.startswith("/"):
+            found[target] += 1
+    return found
 
 
-def settled(expected: object) -> bool:
-    """Whether only these threads and files are left. A joined thread may take a moment to leave /proc."""
+def left_over(before: Counter[str]) -> Counter[str]:
+    """Return the threads and files that have come and stay. A joined thread may take a moment to leave /proc.
+
+    Those of another test that end meanwhile do not count: so they are compared by number.
+    """
     end = time.monotonic() + 60
-    while threads_and_files() != expected and time.monotonic() < end:
+    while (left := threads_and_files() - before) and time.monotonic() < end:
         time.sleep(0.001)
-    return threads_and_files() == expected
+    return left
 
 
 @pytest.fixture(autouse=True)
@@ -100,10 +106,10 @@ def test_closing_gives_back_threads_and_descriptors(connect: Callable[[int], lis
     channels = connect(3)
     engines = engines_over(channels, kind)
     on_ranks(3, lambda rank: run_step(engines[rank], [0]))
-    assert threads_and_files() != before
+    assert threads_and_files() - before
     for engine in engines:
         engine.close()
-    assert settled(before)
+    assert not left_over(before)
     assert len(channels) == 3
 
 
@@ -128,7 +134,7 @@ def test_closing_in_the_middle_of_a_step_gives_everything_back(connect: Callable
     for thread in threads:
         thread.join(SOON)
     assert not any(thread.is_alive() for thread in threads)
-    assert settled(before)
+    assert not left_over(before)
     assert [(error.kind, str(error)) for error in errors] == [("aborted", REASON)] * 3
 
 
@@ -147,7 +153,7 @@ def test_a_transport_ends_the_operations_of_other_threads_before_it_gives_back_t
     transports[0].close(REASON)
     waiting.join(SOON)
     transports[1].close()
-    assert settled(before)
+    assert not left_over(before)
     assert errors[0].kind == "aborted"
     assert str(failure(lambda: transports[0].all_reduce(torch.ones(2)))) == REASON
     transports[0].abort("nothing is left to abort")
@@ -169,7 +175,7 @@ def test_closing_after_a_failure_gives_everything_back_and_errors_say_both(
     failed = failure(lambda: run_step(engine, [0]))
     assert failed.kind == "peer_lost"
     engine.close(REASON)
-    assert settled(before)
+    assert not left_over(before)
     error = failure(engine.wait_all)
     assert str(error) == f"{REASON}; before that: {failed}"
     assert (error.kind, error.peer, error.step, error.name) == ("peer_lost", failed.peer, 2, "weights")
@@ -230,7 +236,7 @@ def test_closing_again_and_from_many_threads_does_nothing() -> None:
     on_ranks(8, lambda number: engines[number % 2].close(f"by thread {number}"))
     for engine in engines:
         engine.close()
-    assert settled(before)
+    assert not left_over(before)
 
 
 def test_closing_lets_go_of_the_buckets_memory() -> None:
@@ -297,7 +303,7 @@ def test_an_operation_that_never_ends_delays_closing_for_seconds_only_and_gives_
     assert gone() is not None, "the operation uses it"
     assert storage() is not None, "the operation uses it"
     blocker.set()
-    assert settled(before)
+    assert not left_over(before)
     assert gone() is None
     assert storage() is None
 
@@ -345,5 +351,5 @@ def test_closing_after_another_process_was_killed_gives_everything_back(waits: b
         finally:
             process.kill()
     engine.close(REASON)
-    assert settled(before)
+    assert not left_over(before)
     assert str(failure(engine.wait_all)).startswith(REASON)

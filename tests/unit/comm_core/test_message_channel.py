@@ -33,7 +33,7 @@ from comm_core import (
     tcp_connections,
 )
 from tests.support.engines import on_ranks
-from tests.unit.comm_core.test_closing import settled, threads_and_files
+from tests.unit.comm_core.test_closing import left_over, threads_and_files
 
 ROOT = Path(__file__).resolve().parents[3]
 LONG = 3600.0  # seconds that no test waits
@@ -410,7 +410,7 @@ def test_closing_gives_back_threads_and_descriptors(connect: Connect) -> None:
     leaving.wait()
     for end in ends * 2:
         end.close()
-    assert settled(before)
+    assert not left_over(before)
     assert "closed its connections" in str(failure(late.wait))
     assert "closed its connections" in str(failure(ends[1].send(0, 0, [numbers(1)], "x").wait))
 
@@ -425,7 +425,7 @@ def test_a_channel_without_references_closes() -> None:
     assert "has lost rank 0" in str(failure(late[0].wait))
     late.clear()
     gc.collect()
-    assert settled(before)
+    assert not left_over(before)
 
 
 def test_a_turn_at_the_gate_ends_with_its_messages() -> None:

@@ -392,6 +392,38 @@ def test_complex_numbers_cross_a_cut(recompute: bool) -> None:
     assert_close(weights, in_one_process(model, data)[0])
 
 
+class Recurrent(nn.Module):
+    """Reads a sequence, and hands on all of its states."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.cells = kind(WIDTH, WIDTH, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells(x)[0]
+
+
+class LastState(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, -1])
+
+
+@pytest.mark.parametrize("mesh", [(2, 1), (2, 2)])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_modules(kind: type[nn.Module], mesh: tuple[int, int]) -> None:
+    """They keep a list of their weights, of which they know whether it lies in one piece."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Recurrent(kind), Recurrent(kind), LastState(WIDTH, WIDTH)).double()
+    steps = torch.arange(1.0, 4.0, dtype=torch.float64)[:, None]
+    data = [(torch.sin(x[:, None] * steps), y) for x, y in batches(3)]
+    weights, losses, _ = train(
+        model, data, mesh[0] * mesh[1], momentum, mesh=mesh, num_microbatches=2, bucket_bytes=200
+    )
+    wanted, expected = in_one_process(model, data)
+    assert_close(weights, wanted)
+    assert losses == pytest.approx(expected, rel=ROUNDING)
+
+
 def test_a_required_argument_may_be_none() -> None:
     class Masks(Called):
         def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
