@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
@@ -35,8 +36,9 @@ _LARGEST_DIRECT = 8
 
 _log = logging.getLogger("commsched")
 
-# Elements per rank of the message that precedes each timed one.
+# Elements that a host sends before each timed message, at least: 256 KB, the burst of a shaped link.
 _FILLER = 1 << 16
+_UNIT = 64  # the lengths of each rank's part of a timed message and of a filler are multiples of so many
 # Each optimizer has its own connections, so that messages of two engines cannot mix. All ranks of a process
 # set make its optimizers in the same order, so that the numbers agree.
 _channels: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(lambda: itertools.count(1))
@@ -218,8 +220,8 @@ class EngineBackend(EngineBuckets, Backend):
 
         All ranks begin together and use up the burst that a shaped link sends at full speed after a pause.
         """
-        unit = self.ranks.size * 64
-        lengths = -(-size // (4 * unit)) * unit // parts, self.ranks.size * _FILLER
+        unit = self.ranks.size * _UNIT
+        lengths = -(-size // (4 * unit)) * unit // parts, self.ranks.size * self._filler_part()
         data, filler = (torch.zeros(length, dtype=torch.float32, device="cpu") for length in lengths)
         seconds = []
         with engine_errors_as_comm_errors:
@@ -230,6 +232,14 @@ class EngineBackend(EngineBuckets, Backend):
                 transport.all_gather(data)
                 seconds.append((time.monotonic() - start) / 2)
         return median(seconds)
+
+    def _filler_part(self) -> int:
+        """Return the elements of each rank's part of a filler: the ranks of a host share its link."""
+        fewest = 1  # ranks on one host
+        if self.name in NAMES:  # the launcher knows nothing of emulated ranks
+            with suppress(ValueError):  # contradictory facts, of which ``choose`` tells
+                fewest = min(Counter(hosts_of(self.ranks.process_set)).values())
+        return -(-_FILLER // (fewest * _UNIT)) * _UNIT
 
 
 def asked_transport(name: str | None) -> str:

@@ -676,6 +676,11 @@ Observed = tuple[Times, dict[int, Sent]]  # of a rank's buckets; what it sent of
 _SMALLEST, _LARGEST = 1 << 12, 1 << 21  # bytes of the messages: six sizes, up to the model's own size
 
 
+def _largest_message(model_bytes: int) -> int:
+    """Return the bytes of the largest message that is timed for a model."""
+    return min(max(model_bytes, 16 * _SMALLEST), _LARGEST)
+
+
 class TimedLink:
     """Start-up and rate of the backend's link, fitted to timed RS and AG. To make one is collective.
 
@@ -685,9 +690,9 @@ class TimedLink:
 
     def __init__(self, backend: Backend, model_bytes: int, wire_share: float = 1.0) -> None:
         """``wire_share``: the part of a gradient's bytes that its messages have. Rates are per own byte."""
-        self._backend = backend
-        largest = min(max(model_bytes, 16 * _SMALLEST), _LARGEST)
-        sizes = [round(_SMALLEST * (largest / _SMALLEST) ** (k / 5)) for k in range(6)]
+        self._backend, self._wire_share = backend, wire_share
+        self._largest = _largest_message(model_bytes)
+        sizes = [round(_SMALLEST * (self._largest / _SMALLEST) ** (k / 5)) for k in range(6)]
         sent = [round(size * wire_share) for size in sizes]
         mine = [(size, backend.exchange_seconds(bytes_)) for size, bytes_ in zip(sizes, sent, strict=True)]
         # Inside a host an RS moves whole gradients, and an AG what the messages have.
@@ -700,6 +705,10 @@ class TimedLink:
         names = "inside hosts, measured", "between hosts, measured"
         self._tiers = [self._fit(times, name) for times, name in zip(tiers, names, strict=False)]
         self.link = self._with_tiers(self._fit(self._messages))
+
+    def covers(self, model_bytes: int, wire_share: float) -> bool:
+        """Return whether a model may use these times: as much of its bytes travels, in messages no larger."""
+        return wire_share == self._wire_share and _largest_message(model_bytes) <= self._largest
 
     def refined(self, by_rank: Sequence[Times]) -> Link:
         """Return the link fitted to the ranks' operations too, which are larger messages. Not collective.
@@ -764,8 +773,9 @@ class Planner:
         asked: Options,
         owners: Sequence[int] | None = None,
         rule: str = "",
+        before: Planner | None = None,
     ) -> None:
-        """``rule``: what updates the parameters, for the agreement."""
+        """``rule``: what updates the parameters, for the agreement. ``before``: the planner until now."""
         self.model, self.owners = model, owners
         self.backend, self.ranks, self._asked = backend, backend.ranks, asked
         self.schedule = schedule = asked.schedule
@@ -790,7 +800,13 @@ class Planner:
         share = model.wire_share(asked.wire_dtype)
         if asked.gather == "parameters":
             share = (share + 1) / 2  # parameters travel as they are
-        self._timed_link = TimedLink(backend, sum(map(model.bytes, range(len(model.names)))), share)
+        size = sum(map(model.bytes, range(len(model.names))))
+        # All ranks decide alike: size and share follow from what they have just agreed on. Another epoch of
+        # an elastic job has another backend, over connections that have not been timed.
+        if before is not None and before.backend is backend and before._timed_link.covers(size, share):
+            self._timed_link: TimedLink = before._timed_link
+        else:
+            self._timed_link = TimedLink(backend, size, share)
         self.link = self._timed_link.link
         self._child: Child | None = None  # rank 0's, which makes the plan for ``_wanted``
         self._wanted: tuple[Profile, list[int]] | None = None

@@ -173,7 +173,8 @@ class Session:
         modules = owners(params, optimizer._model)
         frozen = Model.of(outside, names[len(params) :]).fingerprint
         rule = f"{self._agreement.rule(params)}, frozen: {frozen}"
-        self.planner = self._parts.planner = Planner(model, backend, options, self._owners, rule)
+        before = self._parts.planner
+        self.planner = self._parts.planner = Planner(model, backend, options, self._owners, rule, before)
         self.planner.send_by_rows(params, modules)
         self._adapts = self.planner.adapts
         after = options.predivide / (1 if options.sums else ranks.size)

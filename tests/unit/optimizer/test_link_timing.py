@@ -1,0 +1,171 @@
+"""The timing of a link: how much precedes each timed message, and which plans need none of their own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commsched as hvd
+from commsched.backends.cpu import EngineBackend
+from commsched.optimizer.planner import Model, Options, Planner
+from commsched.optimizer.session import STAY
+from dnn_bench.emulate import OneProcess, emulated_backend, emulated_ranks
+from scheduler.ir.link import Link
+from tests.unit.backends.test_transport_choice import job, on
+
+BURST = 256 << 10
+RANKS = 2
+
+
+class Recorder:
+    """A transport that moves nothing and notes the bytes of its operations."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> None:
+        self.sizes.append(tensor.nbytes)
+
+    all_gather = reduce_scatter
+
+
+def fillers(name: str, process_set: Any) -> list[int]:
+    """Return the bytes of what a backend gathers before each timed message, of all ranks together."""
+    backend: Any = EngineBackend.__new__(EngineBackend)
+    backend.name, backend._transport = name, Recorder()
+    backend.ranks = SimpleNamespace(process_set=process_set, size=process_set.size())
+    backend.exchange_seconds(1 << 12)
+    operations: list[int] = backend._transport.sizes
+    return operations[::3]  # each followed by a reduce-scatter and an all-gather
+
+
+@pytest.mark.parametrize(
+    ("nodes", "transport", "total"),
+    [
+        ("aaaabbbb", "tiers", 2 * BURST),
+        ("aaaabbbb", "direct", 2 * BURST),
+        ("aaaaaaaa", "direct", BURST),
+        ("aaab", "tiers", 4 * BURST),  # the single rank of host b sends all of its burst
+        ("ab", "direct", 2 * BURST),
+    ],
+)
+def test_each_host_sends_a_burst_before_a_timed_message(
+    monkeypatch: pytest.MonkeyPatch, nodes: str, transport: str, total: int
+) -> None:
+    """Each rank sent one: with several ranks a host, most of the time went into what was not timed."""
+    assert fillers(transport, job(monkeypatch, on(*nodes))) == [total] * 3
+
+
+def test_parts_of_a_burst_that_ranks_cannot_share_evenly_are_rounded_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent = set(fillers("tiers", job(monkeypatch, on(*"aaabbb"))))
+    assert len(sent) == 1 and 2 * BURST < sent.pop() < 1.01 * 2 * BURST
+
+
+def test_ranks_of_unknown_hosts_have_a_host_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    contradicting = [("a", 0), ("a", 1), ("b", 2), ("b", 3)]
+    assert fillers("direct", job(monkeypatch, contradicting)) == [4 * BURST] * 3
+    emulated = emulated_ranks(8)  # no launcher can be asked for their hosts
+    assert fillers("EMULATED", emulated) == [8 * BURST] * 3
+
+
+class Timed:
+    """A backend that notes which messages were timed."""
+
+    name, by_rows = "timed", False
+
+    def __init__(self) -> None:
+        self.ranks = OneProcess(emulated_ranks(RANKS))
+        self.sizes: list[int] = []
+
+    def exchange_seconds(self, size: int) -> float:
+        self.sizes.append(size)
+        return 1e-4 + 1e-9 * size
+
+    def tier_seconds(self, sizes: Any) -> list[tuple[float, float]]:
+        return []
+
+
+def planner(backend: Any, elements: int, before: Planner | None = None, wire: Any = None) -> Planner:
+    model = Model.of([nn.Parameter(torch.zeros(elements))], ["weight"], wire)
+    return Planner(model, backend, Options(backend.ranks.process_set, wire_dtype=wire), before=before)
+
+
+LARGE, SMALL = 1 << 20, 1 << 15  # elements
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "anew"),
+    [
+        pytest.param({"elements": LARGE}, {"elements": LARGE}, False, id="same parameters"),
+        pytest.param({"elements": LARGE}, {"elements": SMALL}, False, id="fewer"),
+        pytest.param({"elements": LARGE}, {"elements": 2 * LARGE}, False, id="more than the largest message"),
+        pytest.param({"elements": SMALL}, {"elements": LARGE}, True, id="more"),
+        pytest.param(
+            {"elements": LARGE}, {"elements": LARGE, "wire": torch.bfloat16}, True, id="another wire type"
+        ),
+    ],
+)
+def test_a_planner_times_the_link_anew_for_larger_messages_only(
+    first: dict[str, Any], then: dict[str, Any], anew: bool
+) -> None:
+    backend = Timed()
+    before = planner(backend, **first)
+    timed = len(backend.sizes)
+    after = planner(backend, **then, before=before)
+    assert timed == 6 and len(backend.sizes) == (12 if anew else 6)
+    assert (after.link is before.link) is not anew
+
+
+def test_another_backend_is_timed_even_with_the_same_ranks() -> None:
+    """After an elastic restart the process set's number is the same, and its connections are not."""
+    before, backend = planner(Timed(), LARGE), Timed()
+    assert planner(backend, LARGE, before).link is not before.link
+    assert len(backend.sizes) == 6
+
+
+def test_layers_that_are_frozen_for_a_while_do_not_have_the_link_timed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both the plan without them and the plan with them again had it timed."""
+    timed: list[int] = []
+
+    def exchange_seconds(_: EngineBackend, size: int) -> float:
+        timed.append(size)
+        return 1e-4 + 1e-9 * size
+
+    monkeypatch.setattr(EngineBackend, "exchange_seconds", exchange_seconds)
+    # Gradients of layers that have just been unfrozen are summed outside of the plan.
+    monkeypatch.setattr(OneProcess, "add_up", lambda ranks, tensor, name: tensor.mul_(ranks.size))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 2))
+    optimizer: Any = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        model.named_parameters(),
+        process_set=emulated_ranks(RANKS),
+        transport=emulated_backend("cpu", Link(0.0, 0.0), RANKS),  # type: ignore[arg-type]
+        schedule="dear",
+        bucket_mb=1,
+    )
+
+    def train(steps: int) -> int:
+        """Return how many parameters the plan has afterwards."""
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(2, 64)).square().mean().backward()
+            optimizer.step()
+        return len(optimizer._session.round.params)
+
+    try:
+        assert train(2) == 6
+        model[0].requires_grad_(False)
+        assert train(STAY) == 4
+        model[0].requires_grad_(True)
+        assert train(2) == 6
+        assert len(timed) == 6, f"messages of {timed} bytes were timed"
+    finally:
+        optimizer.close()
