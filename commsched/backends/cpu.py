@@ -25,7 +25,14 @@ from commsched.backends.ranks import Ranks
 from commsched.collectives.carrier import carrier, epoch
 from commsched.collectives.job import ProcessSet, registered_id
 from commsched.collectives.operations import Sum, allgather, allreduce_, reducescatter
-from commsched.collectives.private_groups import data_board, data_channel, hosts_of, tier_exchanges
+from commsched.collectives.private_groups import (
+    data_board,
+    data_channel,
+    hosts_of,
+    hosts_of_ranks,
+    ranks_of,
+    tier_exchanges,
+)
 from commsched.env import settings
 from commsched.errors import CommError
 
@@ -261,20 +268,38 @@ def choose(process_set: ProcessSet) -> str:
     try:
         hosts = len(set(hosts_of(process_set)))
     except ValueError as error:
-        _tell_flat(process_set, str(error))
+        _tell_flat(process_set.rank() == 0, flat(size), str(error))
         return flat(size)
     return "tiers" if 1 < hosts < size else flat(size)
 
 
-def _tell_flat(process_set: ProcessSet, reason: str) -> None:
-    """Warn on rank 0, which knows what all ranks know."""
-    size = int(process_set.size())  # type: ignore[arg-type]
-    if process_set.rank() == 0:
+def _tell_flat(is_first: bool, name: str, reason: str) -> None:
+    """Warn on the first rank, which knows what all ranks know."""
+    if is_first:
         _log.warning(
             "transport=%r, not 'tiers', which may put several times the bytes on the link between hosts: %s",
-            flat(size),
+            name,
             reason,
         )
+
+
+def tiers_between(link: comm_core.TcpChannel, ranks: Sequence[int], asked: str, name: str) -> Any:
+    """Return the exchange in two tiers between these ranks of the job, over connections between them.
+
+    None where there is one tier or no memory can be shared, with a warning that names the flat transport
+    `name`; if ``tiers`` were asked for, that raises. Collective.
+    """
+    try:
+        hosts = hosts_of_ranks(ranks)
+        if asked == "tiers" or 1 < len(set(hosts)) < len(hosts):
+            return data_board(link, ranks)
+    except (ValueError, comm_core.NotShared) as error:
+        if asked == "tiers":
+            raise CommError(f"transport='tiers' is not possible: {error}") from error
+        _tell_flat(carrier().launch.rank == ranks[0], name, str(error))
+    except comm_core.EngineError as error:
+        raise CommError(str(error)) from error
+    return None
 
 
 def make_transport(
@@ -296,16 +321,10 @@ def make_transport(
 
 def _tiers_or_flat(link: comm_core.TcpChannel, process_set: ProcessSet, asked: str) -> tuple[str, Any]:
     """Return ``tiers``, or where no memory can be shared a flat transport; raise if tiers were asked for."""
-    try:
-        return "tiers", data_board(link, process_set)
-    except comm_core.NotShared as error:
-        if asked == "tiers":
-            raise CommError(f"transport='tiers' is not possible: {error}") from error
-        _tell_flat(process_set, str(error))
-    except comm_core.EngineError as error:
-        raise CommError(str(error)) from error
-    name = flat(int(process_set.size()))  # type: ignore[arg-type]
-    return name, _flat_transport(name, link, process_set)
+    ranks = ranks_of(process_set)
+    name = flat(len(ranks))
+    tiers = tiers_between(link, ranks, asked, name)
+    return (name, _flat_transport(name, link, process_set)) if tiers is None else ("tiers", tiers)
 
 
 def _flat_transport(name: str, link: comm_core.Channel, process_set: ProcessSet) -> Any:

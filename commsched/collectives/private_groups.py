@@ -101,8 +101,18 @@ def data_connections(process_set: ProcessSet, channel: int) -> list[comm_core.Tc
     return _connected(comm_core.tcp_connections, process_set, channel)
 
 
+def ranks_of(process_set: ProcessSet = global_process_set) -> list[int]:
+    """Return the process set's ranks by their numbers in the job."""
+    return _members_and_place(registered_id(process_set))[0]
+
+
 def hosts_of(process_set: ProcessSet = global_process_set) -> list[int]:
-    """Return the host of each rank of the process set, numbered from 0 in the order of their first ranks.
+    """Return the host of each rank of the process set: see ``hosts_of_ranks``."""
+    return hosts_of_ranks(ranks_of(process_set))
+
+
+def hosts_of_ranks(ranks: Sequence[int]) -> list[int]:
+    """Return the host of each of these ranks of the job, numbered from 0 in the order of their first ranks.
 
     These are the launcher's facts: emulated hosts are on one machine. Raises ``ValueError`` where the facts
     contradict each other; every rank has the same facts.
@@ -117,21 +127,18 @@ def hosts_of(process_set: ProcessSet = global_process_set) -> list[int]:
                 f"the {len(local_ranks)} ranks on host {node!r} must have the local ranks 0 to"
                 f" {len(local_ranks) - 1}, but the launcher gave them {sorted(local_ranks)}"
             )
-    members, _ = _members_and_place(registered_id(process_set))
     number: dict[str, int] = {}
-    return [number.setdefault(records[rank].node, len(number)) for rank in members]
+    return [number.setdefault(records[rank].node, len(number)) for rank in ranks]
 
 
-def data_board(
-    link: comm_core.TcpChannel, process_set: ProcessSet = global_process_set
-) -> comm_core.TwoTierTransport:
-    """Return the exchange in two tiers over these connections and new boards. Collective, each time.
+def data_board(link: comm_core.TcpChannel, ranks: Sequence[int]) -> comm_core.TwoTierTransport:
+    """Return the exchange in two tiers over connections between these ranks and new boards. Collective.
 
     Raises ``comm_core.NotShared`` on every rank where the ranks of a host cannot share memory, and
-    ``ValueError`` like ``hosts_of``.
+    ``ValueError`` like ``hosts_of_ranks``.
     """
-    rank, hosts = int(process_set.rank()), hosts_of(process_set)  # type: ignore[arg-type]
-    return comm_core.two_tier_transport(link, rank, hosts, timeout_seconds=settings().timeout)
+    place, hosts = list(ranks).index(carrier().launch.rank), hosts_of_ranks(ranks)
+    return comm_core.two_tier_transport(link, place, hosts, timeout_seconds=settings().timeout)
 
 
 def tier_exchanges(

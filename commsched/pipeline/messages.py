@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import comm_core
+from commsched.backends.cpu import tiers_between
 from commsched.channels import Channel, Pending, ProcessChannel, SilentChannel, ThreadHub, start
 from commsched.collectives.carrier import carrier, epoch
 from commsched.collectives.private_groups import connected, messages_between
@@ -53,8 +54,10 @@ class Fabric(Protocol):
         ``traffic``: what is less urgent lets them go first.
         """
 
-    def transport(self, name: str, ranks: Sequence[int]) -> Any:
-        """For an engine over these ranks, each of which must call."""
+    def transport(self, name: str, ranks: Sequence[int], whole: bool = True) -> Any:
+        """For an engine over these ranks, each of which must call. In two tiers where several of them are on
+        each of several hosts, unless ``whole`` is False: some buckets travel in blocks of int8 or fp8.
+        """
 
     def channel(self, name: str, ranks: Sequence[int]) -> Channel:
         """For what the tiles of a stage exchange; each of these ranks must call."""
@@ -108,9 +111,13 @@ class ProcessFabric:
             return NoLane()
         return ProcessLane(self._messages, next(self._lanes), f"{self._name}: {name}", traffic)
 
-    def transport(self, name: str, ranks: Sequence[int]) -> Any:
+    def transport(self, name: str, ranks: Sequence[int], whole: bool = True) -> Any:
         channel = connected(comm_core.tcp_channel, f"{self._name}/{name}", ranks, self.timeout)
-        transport = comm_core.DirectTransport(channel, list(ranks).index(self.rank), len(ranks))
+        asked, transport = (settings().transport or "auto").lower(), None
+        if whole and asked in ("auto", "tiers"):
+            transport = tiers_between(channel, ranks, asked, "direct")
+        if transport is None:
+            transport = comm_core.DirectTransport(channel, list(ranks).index(self.rank), len(ranks))
         transport.set_timeout(self.timeout)
         return transport
 
@@ -200,7 +207,7 @@ class ThreadFabric:
         self._made += 1
         return ThreadLane(self.world.hub(f"{self._made} {name}", self.size), name, self.rank)
 
-    def transport(self, name: str, ranks: Sequence[int]) -> Any:
+    def transport(self, name: str, ranks: Sequence[int], whole: bool = True) -> Any:
         # A number per rank would differ between ranks: only lanes are made by all of them alike.
         transport = self.world.transports(f"{self._made} {name}", tuple(ranks))[list(ranks).index(self.rank)]
         transport.set_timeout(self.timeout)

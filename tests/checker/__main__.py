@@ -43,6 +43,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="ranks of each program (default 2)")
     parser.add_argument("--processes", action="store_true", help="on real ranks, over the real transports")
     parser.add_argument(
+        "--hosts", type=int, default=1, help="hosts of which the launcher of real ranks tells (default 1)"
+    )
+    parser.add_argument(
         "--only", default="", help="actions to draw, with commas; training and reading always are"
     )
     parser.add_argument("--replay", type=int, default=None, help="run the program of this seed alone")
@@ -58,10 +61,16 @@ def main() -> int:
     )
     parser.add_argument("--stop", action="store_true", help="stop at the first failure")
     asked = parser.parse_args()
+    if not 1 <= asked.hosts <= asked.ranks or (asked.hosts > 1 and not asked.processes):
+        parser.error(
+            f"--hosts is for --processes, and at most the number of ranks: got --hosts {asked.hosts},"
+            f" --ranks {asked.ranks}"
+        )
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     fixed = dict(item.split("=", 1) for item in asked.set)
     fixed = {k: (eval(v) if v[:1] in "0123456789TFN" else v) for k, v in fixed.items()}
+    fixed |= {"hosts": asked.hosts}
     if asked.jobs > 1:
         return share(asked)
     if not asked.processes:
@@ -75,7 +84,7 @@ def main() -> int:
     print(f"programs from seed {seeds[0]} on {asked.ranks} ranks", flush=True)
     drawn = [draw(each, asked.ranks, only, fixed, asked.processes) for each in seeds]
     if asked.processes:
-        outcomes = run_in_processes(drawn, asked.ranks)
+        outcomes = run_in_processes(drawn, asked.ranks, asked.hosts)
         again = in_processes
     else:
         outcomes = ((program, on_threads(program, tally=tally)) for program in drawn)
@@ -143,7 +152,7 @@ def share(asked: argparse.Namespace) -> int:
     """Let several processes run a part of the programs each."""
     seed = asked.seed if asked.seed is not None else time.time_ns() % 10**9
     flags = [f"--{name}" for name in ("processes", "shrink", "tally") if getattr(asked, name)]
-    for name in ("ranks", "only", "show"):
+    for name in ("ranks", "hosts", "only", "show"):
         flags += [f"--{name}", str(getattr(asked, name))]
     for item in asked.set:
         flags += ["--set", item]
@@ -178,7 +187,7 @@ def reduced(program: Program, failure: Failure, again: Run) -> tuple[Program, Fa
 
 
 def in_processes(program: Program) -> Failure | None:
-    return next(run_in_processes([program], program.options["ranks"]))[1]
+    return next(run_in_processes([program], program.options["ranks"], program.options["hosts"]))[1]
 
 
 def report(program: Program, failure: Failure, again: Run | None) -> None:

@@ -1485,7 +1485,7 @@ def wrap_again(w: World, salt: int, gather: str, device: str | None, another: bo
     lambda dice, o: {
         **draw_loss(dice, o),
         "steps": dice.randint(1, 2),
-        "more": dice.sample(range(3), o["ranks"]),
+        "more": dice.sample(range(max(3, o["ranks"])), o["ranks"]),
     },
     ("backward", "step"),
     legal=lambda w: (

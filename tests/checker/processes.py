@@ -95,24 +95,31 @@ def run_here(described: Any, rank: int, meet: Callable[[], None]) -> Outcome:
 # -- in the checker ------------------------------------------------------------------------------------------
 
 
-def run_in_processes(programs: Sequence[Program], ranks: int) -> Iterator[tuple[Program, Failure | None]]:
+def run_in_processes(
+    programs: Sequence[Program], ranks: int, hosts: int = 1
+) -> Iterator[tuple[Program, Failure | None]]:
     """Run programs on real ranks; yield each with how it failed."""
-    failures = run_described([program.to_json() for program in programs], ranks, Path(__file__))
+    failures = run_described([program.to_json() for program in programs], ranks, Path(__file__), hosts)
     yield from zip(programs, failures)
 
 
-def run_described(programs: Sequence[Any], ranks: int, source: Path) -> Iterator[Failure | None]:
-    """Run programs, described for JSON, by a script that calls `main` on each rank; yield how each failed."""
+def run_described(
+    programs: Sequence[Any], ranks: int, source: Path, hosts: int = 1
+) -> Iterator[Failure | None]:
+    """Run programs, described for JSON, by a script that calls `main` on each rank; yield how each failed.
+
+    All ranks are on this machine. With several `hosts`, the launcher's variables tell of so many.
+    """
     left = list(programs)
     while left:
         done = 0
-        for failure in _launch(left, ranks, source):
+        for failure in _launch(left, ranks, source, hosts):
             yield failure
             done += 1
         left = left[done:]
 
 
-def _launch(programs: Sequence[Any], ranks: int, source: Path) -> Iterator[Failure | None]:
+def _launch(programs: Sequence[Any], ranks: int, source: Path, hosts: int) -> Iterator[Failure | None]:
     """Run programs until one fails; yield how each failed."""
     from commsched.process.network import HeldPort
     from tests.support.launch import start_ranks
@@ -122,7 +129,8 @@ def _launch(programs: Sequence[Any], ranks: int, source: Path) -> Iterator[Failu
     with NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(programs, file)
         file.flush()
-        started = start_ranks(source, ranks, [file.name], settings)
+        launcher = "torchrun-env" if hosts == 1 else f"srun-env:{hosts}"
+        started = start_ranks(source, ranks, [file.name], settings, launcher)
         with closing(port), started:
             yield from _follow(started, len(programs), ranks)
 

@@ -115,6 +115,7 @@ PLAINEST: dict[str, Any] = {
     "groups": 0,
     "processes": False,
     "transport": "direct",
+    "hosts": 1,
 }
 """The options that a failing program is reduced to, one by one."""
 

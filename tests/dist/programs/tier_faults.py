@@ -132,7 +132,7 @@ def standing() -> dict[str, Phase]:
     return {
         "optimizer": optimizer,
         "connections": lambda: data_channel(channel=100),
-        "boards": lambda: data_board(link),
+        "boards": lambda: data_board(link, range(hvd.size())),
         "inside": lambda: reduce(inside),
         "between": lambda: step(between),
         "gather": lambda: gather(gathers),

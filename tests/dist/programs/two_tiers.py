@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,13 +11,15 @@ from torch import nn
 
 import commsched as hvd
 from commsched.collectives.private_groups import hosts_of
+from commsched.pipeline import Pipeline
 from scheduler.bounds import lower_bound
 from scheduler.ir.actions import Kind
 from scheduler.ir.link import Link, TwoTierLink
 from tests.support.cases import Me, case, main
 from tests.support.oracle import assert_close, assert_same_bits, batch, fingerprint, seeded, terms_of
+from tests.support.pipeline_runs import loss_of
 from tests.support.small_models import mlp, mlp64
-from tests.support.two_tiers import TierOracle
+from tests.support.two_tiers import TierOracle, tier_sum
 
 
 class Mixed(nn.Module):
@@ -227,6 +230,58 @@ def a_row_leaves_its_host_once(me: Me) -> None:
     optimizer.close()
 
 
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+Rows = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def rows_of(size: int) -> Rows:
+    """Batches of three rows for each rank."""
+    return [(batch(0, step, (3 * size, 12)), batch(1, step, (3 * size, 3))) for step in range(4)]
+
+
+def of_replicas(me: Me, data: Rows, **options: Any) -> nn.Module:
+    """A model after these steps as one stage with a replica on every rank."""
+    model = seeded(mlp)
+    options = {"loss": loss_of, "optimizer": adam, "bucket_bytes": 2000, **options}
+    pipeline = Pipeline(copy.deepcopy(model), "1f1b", 1, (1, me.size), **options)
+    for each in data:
+        pipeline.step(each)
+    model.load_state_dict(pipeline.state_dict())
+    pipeline.close()
+    return model
+
+
+def in_one_process(data: Rows, hosts: Sequence[int], wire: torch.dtype | None = None) -> nn.Module:
+    """The same with the gradients of each rank's rows added by these hosts."""
+    model = seeded(mlp)
+    optimizer = adam(model.parameters())
+    for inputs, targets in data:
+        parts = []
+        for x, y in zip(inputs.chunk(len(hosts)), targets.chunk(len(hosts)), strict=True):
+            optimizer.zero_grad()
+            (loss_of(model(x), y) * (len(x) / len(inputs))).backward()
+            parts.append([parameter.grad for parameter in model.parameters()])
+        for parameter, *grads in zip(model.parameters(), *parts, strict=True):
+            parameter.grad = tier_sum([grad for grad in grads if grad is not None], hosts, wire)
+        optimizer.step()
+    return model
+
+
+@case(ranks=(4,), slow=(3,))
+def replicas_of_a_stage_add_by_host(me: Me) -> None:
+    data = rows_of(me.size)
+    for compression, wire in ((hvd.Compression.none, None), (hvd.Compression.bf16, torch.bfloat16)):
+        truth = in_one_process(data, hosts_of(), wire)
+        assert_same_bits(of_replicas(me, data, compression=compression), truth, f"{wire}")
+        if wire is None:  # else rank order would pass, too
+            flat = in_one_process(data, [0] * me.size)
+            assert (fingerprint(flat) == fingerprint(truth)) == (me.size == 3)
+    of_replicas(me, data, compression=hvd.Compression.int8)  # blocks need the direct exchange
+
+
 @case(ranks=(4,))
 def where_memory_cannot_be_shared_all_ranks_are_flat(me: Me) -> None:
     """Only one rank cannot open its neighbour's board."""
@@ -248,6 +303,21 @@ def where_memory_cannot_be_shared_all_ranks_are_flat(me: Me) -> None:
     finally:
         boards._open_neighbour = honest
     assert_close(trained(me, mlp64, 4, "tiers", schedule="dear"), truth, terms_of(truth, 4))
+
+
+@case(ranks=(4,))
+def replicas_that_cannot_share_memory_add_in_rank_order(me: Me) -> None:
+    """Only one rank cannot open its neighbour's board."""
+    from comm_core import boards
+
+    honest, data = boards._open_neighbour, rows_of(me.size)
+    if me.rank == 1:
+        boards._open_neighbour = lambda *_: "rank 1 runs in another container"
+    try:
+        model = of_replicas(me, data)
+    finally:
+        boards._open_neighbour = honest
+    assert_same_bits(model, in_one_process(data, [0] * me.size))
 
 
 main(__name__)
