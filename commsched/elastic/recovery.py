@@ -198,32 +198,22 @@ def _notified_of_hosts(state: Any, elastic: bool) -> Iterator[None]:
         yield
         return
     try:
-        from horovod.runner.common.util import codec, secret
-        from horovod.runner.elastic.worker import PUT_WORKER_ADDRESSES, WorkerNotificationService
+        from horovod.runner.common.util import codec
+        from horovod.runner.elastic.worker import PUT_WORKER_ADDRESSES
+
+        from commsched.elastic.host_updates import HostUpdates
     except ImportError as error:
         _log.warning(
             "this job cannot take new hosts: Horovod is not installed where the ranks run (%s)", error
         )
         yield
         return
-    key, place = secret.make_secret_key(), detect_launch(os.environ, settings().launcher)
-    service = WorkerNotificationService(key, os.environ.get("HOROVOD_GLOO_IFACE"), _Listener(state))
-    service._server.daemon_threads = True  # one that waits for a silent client must not keep the process
+    place, service = detect_launch(os.environ, settings().launcher), HostUpdates(state)
     try:
         server = launcher_server()
         if server is not None:
-            value = codec.dumps_base64((service.addresses(), key), to_ascii=False)
+            value = codec.dumps_base64((service.addresses(), service.key), to_ascii=False)
             server.put(PUT_WORKER_ADDRESSES, f"{place.node}:{place.local_rank}", value)
         yield
     finally:
         service.shutdown()
-
-
-class _Listener:
-    """Takes the place of Horovod's notification manager."""
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-
-    def handle_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        self._state.on_hosts_updated(timestamp, update_res)

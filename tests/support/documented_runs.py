@@ -39,7 +39,7 @@ NOT_RUN = {
     r"sysctl net|ssh host1$": "no command of this project",
     r".* -m tests.models.held_memory .*": "needs the libraries of tests/run --models and 15 GB",
     r"python tests/models/bench_trainers\.py$": "needs the libraries of tests/run --models",
-    r"python -m tests\.horovod_suite CHECKOUT$": "needs a checkout of Horovod",
+    r"python -m tests\.horovod_suite CHECKOUT\b": "needs a checkout of Horovod",
     r"torchrun --nproc-per-node 2$|horovodrun --gloo$": "options only, without a program to start",
     r"commsched profile --job \S+$": "one option only",
     r"commsched advise|torchrun .* commsched advise": "needs DDP; tests/dist/test_advise.py runs it",
@@ -145,6 +145,7 @@ SIZES: dict[str, dict[str, Value]] = {
     "tests.checker.stages": {"--programs": lambda _: "8", "--seed": "1"},
     "tests.checker.tiles": {"--programs": lambda _: "8", "--seed": "1"},
     "tests.support.checkpoints": {"--times": lambda _: "8"},
+    "hosts.sh": {"-np": "2", "--min-np": "1", "--max-np": "2"},
 }
 # These are smaller wherever they stand.
 WORDS = {
@@ -222,11 +223,12 @@ class Ran:
 
 
 def prepare(folder: Path) -> None:
-    """What the commands expect where they are called: the README's script, a job, a configuration."""
+    """What the commands expect where they are called: the README's script, a job, hosts, a configuration."""
     readme = [b.text for b in blocks(docstrings=False) if b.page == "README.md" and b.kind == "python"]
     for name in ("script.py", "train.py"):
         (folder / name).write_text(readme[0])
     (folder / "my_module.py").write_text(JOB)
+    make_script(folder / "hosts.sh", "echo localhost:2")
     small_data.shapes(folder / "pictures")
     small_data.sentences(folder / "qqp", 64, 16)
     for part in ("train", "val"):
