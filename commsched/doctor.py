@@ -82,8 +82,6 @@ CHECKS: list[Callable[[Machine], Finding]] = []
 
 
 def check(name: str) -> Callable[[Callable[[Machine], Answer]], Callable[[Machine], Finding]]:
-    """Add a function to the checks."""
-
     def add(judge: Callable[[Machine], Answer]) -> Callable[[Machine], Finding]:
         @wraps(judge)
         def named(machine: Machine) -> Finding:
@@ -96,7 +94,6 @@ def check(name: str) -> Callable[[Callable[[Machine], Answer]], Callable[[Machin
 
 
 def examine(machine: Machine) -> list[Finding]:
-    """Run all checks."""
     return [run(machine) for run in CHECKS]
 
 
@@ -373,8 +370,6 @@ class Ran:
 
 @dataclass
 class Machine:
-    """This machine."""
-
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def run(self, command: Sequence[str], text: str = "") -> Ran | None:

@@ -21,7 +21,6 @@ WORDS = ("operation", "transport")  # columns of words in tables
 
 
 def transports() -> dict[str, Baseline]:
-    """Every transport by name."""
     entries = [
         Baseline("direct", OURS, HERE + "Ours", {"transport": "direct"}),
         Baseline("ring", OURS, HERE + "Ours", {"transport": "ring"}),

@@ -21,7 +21,6 @@ WIDTH = 150  # of a table that goes to a file
 
 
 def parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """The parser of `python -m dnn_bench COMMAND`."""
     return argparse.ArgumentParser(
         f"python -m dnn_bench {command}", description=description, formatter_class=HelpFormatter
     )
@@ -124,6 +123,5 @@ def table(title: str, columns: Iterable[str], words: Sequence[str]) -> Table:
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -278,7 +278,6 @@ def add_place(command: argparse.ArgumentParser, link: str = "1gbit") -> None:
 
 @contextmanager
 def place_of(options: argparse.Namespace) -> Iterator[Place]:
-    """The place that the options of `add_place` describe."""
     if options.per_host < 1 or (options.per_host > 1 and options.local is not None):
         raise ValueError(f"--per-host needs emulated hosts and at least one rank, not {options.per_host}")
     if options.local is not None:

@@ -20,7 +20,7 @@ from scheduler.ir.profile import Profile
 # -- the trivial bound: neither the compute nor the wire can be shorter than its work ------------------------
 
 
-def trivial_bound(profile: Profile, link: Link, *, gather: str = "gradients", ranks: int = 2) -> float:
+def trivial_bound(profile: Profile, link: Link, *, gather: str = "gradients") -> float:
     """The larger of the compute and the time of all bytes on the busiest link; ignores dependencies."""
     wire = max(demand.per_byte for demand in demands(without_startups(link)))
     return max(compute_seconds(profile, gather), wire * profile.total_bytes)
@@ -66,13 +66,7 @@ def trivial_bound(profile: Profile, link: Link, *, gather: str = "gradients", ra
 
 
 def lower_bound(
-    profile: Profile,
-    link: Link,
-    *,
-    gather: str = "gradients",
-    early_step: bool = False,
-    ranks: int = 2,
-    piece: float = 0.0,
+    profile: Profile, link: Link, *, gather: str = "gradients", early_step: bool = False, piece: float = 0.0
 ) -> float:
     """Seconds per iteration that no schedule beats, start-up costs not counted. ``piece``: no bucket has
     fewer bytes; it counts in two tiers only.
@@ -126,14 +120,14 @@ def without_startups(link: Link) -> Link:
 
 
 def startup_bound(
-    profile: Profile, link: Link, *, gather: str = "gradients", early_step: bool = False, ranks: int = 2
+    profile: Profile, link: Link, *, gather: str = "gradients", early_step: bool = False
 ) -> float:
     """As ``lower_bound``, but each RS and each AG pays ``link.alpha``: tighter where that matters.
 
     Few buckets make bytes wait for each other, many buckets cost start-ups. This bound takes the best number
     of buckets, with collectives that can be preempted at no cost.
     """
-    plain = lower_bound(profile, link, gather=gather, early_step=early_step, ranks=ranks)
+    plain = lower_bound(profile, link, gather=gather, early_step=early_step)
     if profile.total_bytes == 0:
         return plain
     exposed, _ = relaxed_cuts(profile, link)

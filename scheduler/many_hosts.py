@@ -37,7 +37,7 @@ def row_of(profile: Profile, link: str, per_host: int, hosts: int) -> list[str]:
         cost = network_link(wires, algorithm)
         program = policies.plan(profile, cost, "optimal", ranks=ranks, budget=20_000)  # a small search
         seconds.append(simulate(program, profile, cost).period)
-    seconds.append(lower_bound(profile, network_link(wires, "tiers"), ranks=ranks))
+    seconds.append(lower_bound(profile, network_link(wires, "tiers")))
     return [link, profile.name, str(per_host), str(hosts), *(f"{1e3 * value:.1f}" for value in seconds)]
 
 

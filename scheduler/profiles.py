@@ -10,12 +10,10 @@ from scheduler.ir.profile import Layer, Profile
 
 
 def names() -> list[str]:
-    """Return the names of the shipped profiles."""
     return sorted(MODELS)
 
 
 def shipped(name: str) -> Profile:
-    """Return the shipped profile of this name."""
     if name not in MODELS:
         raise InputError(f"there is no profile {name!r}; the shipped profiles are {', '.join(names())}")
     return MODELS[name]()

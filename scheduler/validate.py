@@ -127,9 +127,6 @@ def _row(rank: int, lane: str, actions: tuple[Action, ...], marks: set[Place], c
 
 # -- rules of every kind of program --------------------------------------------------------------------------
 
-# It is for this model, does everything once, reduces before it gathers, has one order of collectives, and
-# nothing waits for itself.
-
 
 def model(program: Program, profile: Profile | None) -> Iterator[Broken]:
     """The program is for a model of these layers."""
@@ -168,9 +165,10 @@ def once(
 
     def rule(program: Program, _: Profile | None) -> Iterator[Broken]:
         for rank in range(len(program.kernel)):
-            places: dict[Action, list[Place]] = {}
+            places: dict[Action, list[Place]] = {}  # of each action without its version and period
             for place, action in placed(program, rank):
-                places.setdefault(bare(action), []).append(place)
+                bare = Action(action.kind, action.index, action.stage, peer=action.peer)
+                places.setdefault(bare, []).append(place)
                 if lanes is not None and action.kind not in lanes.get(place[1], frozenset()):
                     yield f"{action} does not belong in lane {place[1]!r}", [place]
             needed = wanted(program, rank)
@@ -184,11 +182,6 @@ def once(
                     yield f"{action} stands {len(where)} times; a period does it once", where
 
     return rule
-
-
-def bare(action: Action) -> Action:
-    """The action without its version and period."""
-    return Action(action.kind, action.index, action.stage, peer=action.peer)
 
 
 def reduce_before_gather(program: Program, _: Profile | None) -> Iterator[Broken]:
@@ -328,11 +321,6 @@ DATA_PARALLEL_RULES: RuleSet = (
 
 
 # -- the rules of programs with stages -----------------------------------------------------------------------
-
-# Every action of a period once; messages received in the order in which they are sent; collectives of a group
-# in one order; a backward sees the version of its forward, and a forward only versions that exist; RS before
-# STEP before AG before the first forward of the new version; versions, activations and bytes within what the
-# layout declares; nothing waits for itself.
 
 LANES = {COMPUTE_LANE: COMPUTE | {Kind.STEP}, LINK_LANE: SENDS | COLLECTIVE | HALOS, RECV_LANE: RECVS}
 

@@ -174,7 +174,6 @@ def job_of(arguments: argparse.Namespace) -> Job:
 
 
 def device_of(arguments: argparse.Namespace) -> torch.device:
-    """The device of this rank."""
     import torch
 
     device = torch.device(arguments.device)
@@ -279,7 +278,6 @@ def milliseconds(seconds: float) -> str:
 
 
 def plan_table(program: Program) -> Table:
-    """Return a table of the plan's buckets."""
     rows = []
     for number, bucket in enumerate(program.buckets):
         first, last = bucket.layers[0], bucket.layers[-1]

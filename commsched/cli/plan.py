@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from commsched.cli import options
@@ -35,9 +36,8 @@ def run_plan(arguments: argparse.Namespace) -> None:
     program = policies.plan(profile, link, arguments.policy, ranks=ranks, **options.step_options(arguments))
     validate(program, profile)
     result = simulate(program, profile, link)
-    program = program.with_meta(
-        profile=profile.name, link=str(link), period=result.period, exposed=result.exposed
-    )
+    found = {"profile": profile.name, "link": str(link), "period": result.period, "exposed": result.exposed}
+    program = replace(program, meta={**program.meta, **found})
     if arguments.output:
         program.save(Path(arguments.output))
     if arguments.json:

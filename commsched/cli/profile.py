@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from commsched.cli.options import add_job, console, job_name, job_of, milliseconds, table
-from scheduler.formats.pipedream import Graph, write_graph
+from scheduler.formats.pipedream import Graph, format_graph
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 
@@ -95,5 +95,5 @@ def _report(measured: Profile, arguments: argparse.Namespace) -> None:
         measured.save(Path(arguments.output))
         out.print(f"written to {arguments.output}", markup=False)
     if arguments.graph:
-        write_graph(Graph.chain(measured), arguments.graph)
+        Path(arguments.graph).write_text(format_graph(Graph.chain(measured)))
         out.print(f"written to {arguments.graph}", markup=False)

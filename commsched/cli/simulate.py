@@ -87,7 +87,7 @@ def compare(
 ) -> dict[str, Any]:
     """Return all that is needed to recompute the figures: layers, link, each policy's buckets and order."""
     step, costs = options.step_options(arguments), link.to_dict()
-    bound = lower_bound(profile, link, ranks=ranks, **step)
+    bound = lower_bound(profile, link, **step)
     results = {}
     quiet = not sys.stderr.isatty()
     for name in track(names, "simulating", console=Console(stderr=True), transient=True, disable=quiet):
@@ -176,7 +176,7 @@ def measure(
     """Return one row of the table; ``efficiency`` is compute / period."""
     link, _ = options.cluster(arguments, ranks)
     step = options.step_options(arguments)
-    bound = lower_bound(profile, link, ranks=ranks, **step)
+    bound = lower_bound(profile, link, **step)
     results: dict[str, Any] = {}
     for name in names:
         program = policies.plan(profile, link, name, ranks=ranks, **step, **SEARCH.get(name, {}))

@@ -168,7 +168,6 @@ def _load(path: str, model: nn.Module) -> None:
 
 
 def _with_options(job: Job, arguments: argparse.Namespace) -> Job:
-    """The job with the optimizer of --optimizer."""
     for name in ("lr", "momentum", "weight_decay"):
         if getattr(arguments, name) is not None and arguments.optimizer is None:
             raise ValueError(

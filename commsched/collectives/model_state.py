@@ -41,9 +41,7 @@ def broadcast_parameters(
 
 
 def _broadcast_tensors(
-    pairs: list[tuple[str | None, torch.Tensor]],
-    root_rank: int,
-    process_set: ProcessSet = global_process_set,
+    pairs: list[tuple[str | None, torch.Tensor]], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
     """Broadcast all tensors at the same time; a tensor that is not contiguous is sent as a copy."""
     started = []

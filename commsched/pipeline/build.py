@@ -439,7 +439,6 @@ class UpdateMaker:
 
 
 def sparse_places(stage: Stage) -> frozenset[int]:
-    """The parameters whose gradients are sparse."""
     found = set()
     for prefix, module in stage.module.named_modules(remove_duplicate=False):
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:

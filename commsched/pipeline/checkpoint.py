@@ -160,7 +160,6 @@ def _kept(saved: Saved) -> dict[str, Any]:
 
 
 def resumed(pipeline: Running, state: dict[str, Any]) -> None:
-    """Puts a state into a new pipeline."""
     if (state["program"], state["rank"]) != (pipeline.program.hash, pipeline.rank):
         raise ValueError(
             f"the checkpoint is of rank {state['rank']} and program {state['program']}, this is rank"

@@ -185,7 +185,6 @@ class Exchange:
         self.outputs[number, micro] = Values(leaves, stage.output_spec, grads, cuts)
 
     def send_forward(self, action: Action) -> bool:
-        """Sends a forward's output if it is there."""
         number, micro, peer = _place(action)
         if (number, micro) not in self.outputs:
             return False
@@ -222,7 +221,6 @@ class Exchange:
             self.inputs[number, micro] = [leaf if need else None for leaf, need in zip(leaves, needs)]
 
     def send_backward(self, action: Action) -> bool:
-        """Sends a backward's result if it is there."""
         number, micro, peer = _place(action)
         if (number, micro) not in self.input_grads:
             return False
@@ -259,7 +257,6 @@ class Exchange:
         return (*key, share.constants, action.index) if share.constants else key
 
     def free_answered(self) -> None:
-        """Frees the messages whose answer has come."""
         for answer in self._answers:
             self.outbox.answered(answer)
         self._answers.clear()
@@ -316,14 +313,12 @@ class Inputs:
             self.terms.take(period, batch[1], local)
 
     def forget(self, period: int) -> None:
-        """The period is over."""
         self.given.pop(period, None)
         if self.terms is not None:
             self.terms.forget(period)
 
     @contextmanager
     def kept(self, period: int, batch: Any) -> Iterator[None]:
-        """Keeps a batch within ``with``."""
         self.add(period, batch)
         try:
             yield

@@ -361,10 +361,9 @@ def _depend(tensor: Tensor, places: frozenset[int]) -> None:
 
 # -- calls of whole layers in a partial forward: another stage's are skipped, this stage's run undisturbed ---
 
-# Another stage's layers are skipped, this stage's run undisturbed. A dry run records what each call of a
-# layer returns. Where nothing else of the call is seen outside of it, a later forward needs none of its
-# operations: of another stage's layer it takes the recorded shapes, and this stage's computes as it would
-# anywhere.
+# A dry run records what each call of a layer returns. Where nothing else of the call is seen outside of it, a
+# later forward needs none of its operations: of another stage's layer it takes the recorded shapes, and this
+# stage's computes as it would anywhere.
 
 Forward = Callable[..., Any]
 

@@ -73,8 +73,6 @@ def owners_of(layers: Sequence[ModuleLayer]) -> dict[int, list[int]]:
 
 
 def in_copy(copied: nn.Module, layer: ModuleLayer) -> ModuleLayer:
-    """The same layer of a copy of the model."""
-
     def held(part: Held) -> Held:
         return replace(part, module=copied.get_submodule(part.name))
 
@@ -444,11 +442,9 @@ class Arguments:
         return found | {key: value for key, value in more if value}
 
     def named(self, inputs: Any) -> dict[str, Any]:
-        """A batch's inputs by name."""
         return self.by_name(self(inputs))
 
     def call(self, model: nn.Module, named: dict[str, Any]) -> Any:
-        """The model's output for these arguments."""
         named = dict(named)
         rest, extra = named.pop(_REST, ()), named.pop(_EXTRA, {})
         first = self.names[: self.placed if rest else self.only_placed]

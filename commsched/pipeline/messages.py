@@ -508,7 +508,6 @@ class Inbox:
             self._expected[peer_of(action)].append(action)
 
     def pump(self) -> None:
-        """Posts what can be posted."""
         for peer in self._expected:
             self._pump(peer)
 
@@ -592,6 +591,5 @@ def _wait(pending: Pending, action: Action) -> None:
 
 
 def _naming(action: Action, error: CommError) -> CommError:
-    """The error, with the message that it concerns."""
     place = f"step {action.shift}, stage {action.stage}, micro-batch {action.index}"
     return CommError(f"{action} ({place}): {error}")

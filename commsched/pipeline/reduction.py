@@ -44,7 +44,6 @@ class StageRanks:
         return everyones(self._lane, self._here, self._ranks, value)
 
     def add_up(self, tensor: Tensor, name: str) -> None:
-        """Replaces a tensor by its sum over the ranks."""
         summed_over(self._lane, self._here, self._ranks, [tensor])
 
 

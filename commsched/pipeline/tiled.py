@@ -68,12 +68,10 @@ class TiledModule:
 
 
 def tile_cuts(cut: Cut) -> Cuts:
-    """``cut`` as tiles have it."""
     return tuple(axis and TileCut(axis[0], Split(axis[1])) for axis in cut)
 
 
 def cut_of(leaf: Any, tiles: Tiles, stage: int) -> Cut | None:
-    """How an output of a stage on tiles is cut."""
     if not isinstance(leaf, Tensor):
         return None
     cuts = leaf.cuts if isinstance(leaf, Tile) else (None,) * len(tiles.grid)

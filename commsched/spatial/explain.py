@@ -149,7 +149,6 @@ def naming(model: nn.Module, mesh: Mesh) -> Iterator[None]:
 
 
 def backward_of_sums(outputs: Iterable[Any]) -> None:
-    """The backward of the sum of the outputs."""
     sums = [out.sum() for out in outputs if isinstance(out, Tensor) and out.requires_grad]
     if sums:
         torch.autograd.backward(sums)

@@ -453,8 +453,6 @@ def _summed(grads: tuple[Tensor, ...], boxes: tuple[Slices, ...], plan: Exchange
 
 
 class Join(Function):
-    """One tensor from its parts."""
-
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], places: tuple[Region, ...], *parts: Tensor) -> Tensor:
         ctx.places = places

@@ -103,7 +103,6 @@ class Split:
         return (0, 0) if min(before, after) < 0 else (before, after)
 
     def part_of(self, pixel: int) -> int:
-        """The part that owns ``pixel``."""
         return bisect_right(self.bounds, pixel) - 1
 
 

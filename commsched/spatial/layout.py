@@ -186,7 +186,6 @@ def _fit_tile(tile: Tile, cuts: Cuts) -> Tile:
 
 
 def local_owned(tile: Tile) -> Tensor:
-    """The owned pixels of the local part."""
     local_of(tile)
     return tile.owned
 
@@ -258,7 +257,6 @@ def counts_of(tile: Tensor) -> tuple[int, ...]:
 
 
 def gathered_tiles(tree: Any) -> Any:
-    """``tree`` with its folded tiles gathered."""
     return tree_map(lambda t: t.whole if isinstance(t, Folded) else t, tree)
 
 

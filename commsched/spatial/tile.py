@@ -404,14 +404,12 @@ _INPLACE_OPERATORS = frozenset(f"__{name}__" for name in _OPERATORS.split())
 
 
 def is_inplace(func: Any, kwargs: dict) -> bool:
-    """Whether ``func`` changes its first operand."""
     name = getattr(func, "__name__", "")
     named = name.endswith("_") and not name.endswith("__")
     return named or name in _INPLACE_OPERATORS or kwargs.get("inplace") is True
 
 
 def writes_to(func: Any, args: tuple, kwargs: dict) -> list[Any]:
-    """The operands that ``func`` changes."""
     first = args[0] if args else kwargs.get("input")
     return [first if is_inplace(func, kwargs) else None, kwargs.get("out")]
 

@@ -35,7 +35,6 @@ class ResultTable:
 
     @property
     def drawn(self) -> list[dict[str, str]]:
-        """The rows that the plot shows."""
         wanted = dict(pair.split("=") for pair in self.about.get("where", "").split())
         return [row for row in self.rows if all(row[name] == value for name, value in wanted.items())]
 

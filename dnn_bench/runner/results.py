@@ -179,7 +179,6 @@ COLUMNS = (
 
 
 def show(report: dict[str, Any]) -> None:
-    """Prints the whole comparison."""
     output = console()
     unit = models.unit(report["job"]["model"])
     columns = ["baseline", "ms/iter", "range", *(name.format(unit=unit) for name, _, _ in COLUMNS)]

@@ -119,7 +119,6 @@ def show(plan: StagePlan, report: dict[str, Any]) -> None:
 
 
 def write(plan: StagePlan, report: dict[str, Any]) -> None:
-    """Write the figures to the file of --json."""
     if plan.options.json:
         given = {**vars(plan.options), "json": str(plan.options.json)}
         plan.options.json.write_text(json.dumps({**report, "options": given}, indent=1) + "\n")

@@ -180,7 +180,6 @@ def target_of(model: str, images: tuple[int, ...], classes: int, generator: torc
 
 
 def cut_stages(cells: list[nn.Module], balance: list[int]) -> list[nn.Module]:
-    """Stages of so many cells each."""
     if sum(balance) != len(cells) or min(balance) < 1:
         raise ValueError(
             f"--balance {','.join(map(str, balance))} must share out the {len(cells)} cells of the model,"

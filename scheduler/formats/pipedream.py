@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from scheduler.ir.inputs import LARGEST, InputError, read_json, read_text, reading, whole
+from scheduler.ir.inputs import LARGEST, InputError, read_text, reading, whole
 from scheduler.ir.profile import Layer, Profile
 
 # -- graph.txt and gpus=N.txt --------------------------------------------------------------------------------
@@ -214,10 +214,6 @@ def _milliseconds(seconds: float) -> str:
     return f"{Decimal(repr(float(seconds))).scaleb(-_MILLI):f}"
 
 
-def write_graph(graph: Graph, path: str | Path) -> None:
-    Path(path).write_text(format_graph(graph))
-
-
 # -- hybrid_conf.json, also dp_conf.json and mp_conf.json ----------------------------------------------------
 
 # An entry of ``module_to_stage_map`` is one stage module of the partitioned graph, not a layer of the model;
@@ -291,12 +287,8 @@ class HybridConf:
         return f"{{\n{lines}\n}}\n"
 
 
-def read_hybrid_conf(path: str | Path) -> HybridConf:
-    """Read a file; an ``InputError`` names the file, the field and the wrong value."""
-    return parse_hybrid_conf(read_json(path), str(path))
-
-
 def parse_hybrid_conf(data: Any, where: str = "hybrid_conf.json") -> HybridConf:
+    """Read the JSON data of a file; an ``InputError`` names the file, the field and the wrong value."""
     if not isinstance(data, dict):
         raise InputError(f"{where}: expected a JSON object, got {type(data).__name__}")
     modules = _modules(data, where)

@@ -148,7 +148,6 @@ def parse_action(text: str) -> Action:
 
 
 def parse_actions(text: str) -> tuple[Action, ...]:
-    """Actions separated by white space."""
     return tuple(parse_action(word) for word in text.split())
 
 

@@ -154,7 +154,6 @@ def _without_none(kind: Any) -> Any:
 
 
 def _items(kind: Any, count: int) -> tuple[Any, ...]:
-    """The types of a tuple's items."""
     hints = get_args(kind)
     return (hints[0],) * count if hints[-1:] == (...,) else hints
 

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from scheduler.ir.actions import Action, Kind, stage_of
 from scheduler.ir.inputs import Microbatches
 
-# -- layouts: which layers are a stage, which ranks hold it, and what it may keep ----------------------------
-
 PLACEMENTS = ("eager", "bubble", "aligned")
 REDUCTIONS = ("scatter", "masters")
 
@@ -122,11 +120,9 @@ class Layout:
         return self.mirror[stage] if self.mirrored(index) else self.ranks[stage]
 
     def held_by(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds."""
         return tuple(stage for stage in range(self.stages) if rank in self.members(stage))
 
     def computed_by(self, rank: int, stage: int) -> tuple[int, ...]:
-        """The micro-batches that a rank computes in a stage."""
         return tuple(i for i in range(self.microbatches) if rank in self.holders(stage, i))
 
     def grid(self, stage: int) -> Tiles | None:
@@ -146,7 +142,6 @@ class Layout:
         return divmod(self.holders(stage, index).index(rank), self.tile_count(stage))
 
     def layers(self, stage: int, total: int) -> range:
-        """The layers of a stage in a model of ``total`` layers."""
         return range(self.cuts[stage], (*self.cuts, total)[stage + 1])
 
     def overlaps(self, stage: int, rank: int, other: int, index: int = 0) -> dict[int, float]:
@@ -171,7 +166,6 @@ def far_stage(action: Action, layout: Layout) -> int:
 
 
 def stages_in(layout: Layout, layers: Iterable[int], total: int) -> set[int]:
-    """The stages that hold these layers."""
     wanted = set(layers)
     return {stage for stage in range(layout.stages) if wanted & set(layout.layers(stage, total))}
 

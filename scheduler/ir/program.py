@@ -8,7 +8,7 @@ repeats its **kernel** for ever; ``unroll`` derives how a run starts and ends.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -109,9 +109,6 @@ class Program(JsonFile):
     def hash(self) -> str:
         """Sixteen hex digits that differ whenever anything that ranks must agree on differs."""
         return str(self.to_dict()["hash"])
-
-    def with_meta(self, **meta: Any) -> Program:
-        return replace(self, meta={**self.meta, **meta})
 
 
 register(

@@ -37,7 +37,6 @@ _ADDED: dict[str, Generator] = {}
 
 
 def names() -> list[str]:
-    """The names that ``get`` knows."""
     return [*_OWN, *_ADDED]
 
 

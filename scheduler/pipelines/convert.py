@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scheduler.formats.pipedream import OURS, Graph, HybridConf, read_hybrid_conf, write_graph
+from scheduler.formats.pipedream import OURS, Graph, HybridConf, format_graph, parse_hybrid_conf
 from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.codec import decode
-from scheduler.ir.inputs import InputError, reading
+from scheduler.ir.inputs import InputError, read_json, reading
 from scheduler.ir.link import Cluster
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import delays
@@ -52,7 +52,7 @@ def write_files(plan: PipelinePlan, graph: Graph, folder: str | Path) -> tuple[P
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     files = folder / f"gpus={plan.ranks}.txt", folder / CONF
-    write_graph(graph.with_stages(plan.cuts), files[0])
+    files[0].write_text(format_graph(graph.with_stages(plan.cuts)))
     files[1].write_text(to_conf(plan).text())
     return files
 
@@ -66,7 +66,7 @@ def read_plan(
     """
     if graph is None and sizes is None:
         raise InputError(f"{conf}: needs the partitioned graph (gpus=N.txt) or a model to read it for")
-    hybrid = read_hybrid_conf(conf)
+    hybrid = parse_hybrid_conf(read_json(conf), str(conf))
     if graph is not None:
         plan = to_plan(hybrid, Graph.load(graph), **options)
         return plan if sizes is None else plan.on(tuple(sizes))

@@ -169,10 +169,7 @@ def _fits(problem: PartitionInput, plan: PipelinePlan) -> bool:
 
 
 def _simulated(
-    problem: PartitionInput,
-    cut: StageCut,
-    replicas: tuple[int, ...],
-    borders: tuple[Border | None, ...] = (),
+    problem: PartitionInput, cut: StageCut, replicas: tuple[int, ...], borders: tuple[Border | None, ...] = ()
 ) -> PipelinePlan:
     """The plan of a pipeline, with its simulated period and memory. ``replicas``: by position."""
     devices = range(problem.cluster.size - sum(replicas), problem.cluster.size)

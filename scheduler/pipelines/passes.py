@@ -178,7 +178,6 @@ class Traffic:
                     self.sent[action.peer].setdefault(peer, []).append(action)
 
     def lanes(self) -> list[dict[str, tuple[Action, ...]]]:
-        """Every rank's lanes."""
         return [
             {COMPUTE_LANE: self.compute[rank], LINK_LANE: self.links[rank], RECV_LANE: self._receives(rank)}
             for rank in range(self.layout.world)

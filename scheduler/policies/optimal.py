@@ -54,11 +54,7 @@ WORTH = 0.995
 
 
 def optimal(
-    problem: Problem,
-    seed: int = 0,
-    budget: int = BUDGET,
-    max_buckets: int = 512,
-    keep_parts: bool = False,
+    problem: Problem, seed: int = 0, budget: int = BUDGET, max_buckets: int = 512, keep_parts: bool = False
 ) -> Program:
     """The best plan found; deterministic for a seed and a budget (of jobs placed, not of seconds).
 
@@ -247,7 +243,6 @@ class BucketSearch:
         return np.unique(np.append(self.fence, snap_all(line, np.concatenate(inside))))
 
     def _cuts_of(self, buckets: Sequence[Bucket]) -> np.ndarray:
-        """Cuts of the line where these buckets end."""
         at = {int(layer): int(begin) for layer, begin in zip(self.layers, self.begin, strict=True)}
         ends = {at[bucket.pieces[-1].layer] + bucket.pieces[-1].stop for bucket in buckets}
         return np.array(sorted(ends | set(self.fence.tolist())), np.int64)

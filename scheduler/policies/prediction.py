@@ -35,9 +35,7 @@ def predict(program: Program, profile: Profile, link: Link, dense: Profile | Non
     ``dense``: the profile with the bytes that DDP sends, where ``program`` sends fewer.
     """
     ours, ddp = simulate(program, profile, link), simulate_ddp(dense or profile, link, program.ranks)
-    bound = lower_bound(
-        profile, link, gather=program.gather, early_step=program.early_step, ranks=program.ranks
-    )
+    bound = lower_bound(profile, link, gather=program.gather, early_step=program.early_step)
     return Prediction(ours.period, ours.exposed, ours.link_utilisation, bound, ddp.period, ddp.exposed)
 
 
@@ -61,10 +59,9 @@ def simulate_ddp(profile: Profile, link: Link, ranks: int, slowdown: float = 0.0
 
 # -- plans and predictions in a child process ----------------------------------------------------------------
 
-# Plans and predictions in a child process: a training process should not keep the 120 MB that numba takes.
-#
-# The parent pickles ("plan", profile, link, policy, options) or ("predict", program, profile, link, dense) to
-# stdin. The answer on stdout is a pickled ``Program``, ``Prediction`` or ``ValueError``.
+# A training process should not keep the 120 MB that numba takes. The parent pickles ("plan", profile, link,
+# policy, options) or ("predict", program, profile, link, dense) to stdin. The answer on stdout is a pickled
+# ``Program``, ``Prediction`` or ``ValueError``.
 
 
 def serve() -> None:

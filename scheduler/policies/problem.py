@@ -42,7 +42,7 @@ class Problem:
     @property
     def step(self) -> dict[str, Any]:
         """The keywords by which policies and bounds are told how the step is done."""
-        return {"gather": self.gather, "early_step": self.early_step, "ranks": self.ranks}
+        return {"gather": self.gather, "early_step": self.early_step}
 
     @property
     def gathers_late(self) -> bool:
@@ -74,7 +74,7 @@ class Problem:
         return list(dict.fromkeys(self.fuse(size) for size in sizes))
 
     def model(self, buckets: Sequence[Bucket]) -> StepModel:
-        return StepModel(self.profile, self.link, buckets, **self.step)
+        return StepModel(self.profile, self.link, buckets, ranks=self.ranks, **self.step)
 
     def period(self, program: Program) -> float:
         """Seconds per iteration of a program for this problem."""

@@ -143,7 +143,6 @@ class Durations:
         return max(self.wires.message(rank, peer, size) for peer in tiles if peer != rank)
 
     def _message(self, rank: int, action: Action) -> float:
-        """Bytes of a message between stages."""
         if is_token(action, self.layout):
             return 0.0
         number, other = stage_of(action), far_stage(action, self.layout)

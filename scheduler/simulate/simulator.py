@@ -131,11 +131,7 @@ def simulate(
 
 
 def lower(
-    program: Program,
-    profile: Profile,
-    link: Links | Cluster,
-    ranks: int = 1,
-    handling: Sequence[float] = (),
+    program: Program, profile: Profile, link: Links | Cluster, ranks: int = 1, handling: Sequence[float] = ()
 ) -> TaskGraph:
     """The task graph of ``ranks`` ranks: 1 is enough where all ranks do the same at the same speed. Programs
     with stages always get all of their ranks; ``handling``: seconds that each of these needs between two
@@ -156,7 +152,6 @@ def lower(
 def run(
     graph: TaskGraph, iterations: int | None = None, slowdown: float = 0.0, jitter: float = 0.0, seed: int = 0
 ) -> Result:
-    """Simulate a task graph."""
     if iterations is None and jitter:
         iterations = 32
     tries = [iterations] if iterations else [2 + graph.longest_lag, 8, 32, MOST_ITERATIONS]

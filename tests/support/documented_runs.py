@@ -20,7 +20,7 @@ import psutil
 from commsched.pipeline import Chain
 from dnn_bench import models
 from dnn_bench.pipeline.jobs import job_of
-from scheduler.formats.pipedream import Graph, write_graph
+from scheduler.formats.pipedream import Graph, format_graph
 from scheduler.ir.profile import Layer, Profile
 from tests.support import small_data
 from tests.support.checkout import make_script
@@ -208,7 +208,7 @@ def partitioned(path: Path) -> None:
     """Write the graph that CONF is for: vgg_tiny in three stages."""
     sizes = Chain(job_of("vgg_tiny").model).sizes
     layers = tuple(Layer(f"layer{number}", 1.0, 2.0, size) for number, size in enumerate(sizes))
-    write_graph(Graph.chain(Profile("vgg_tiny", layers)).with_stages((0, 4, 6)), path)
+    path.write_text(format_graph(Graph.chain(Profile("vgg_tiny", layers)).with_stages((0, 4, 6))))
 
 
 @dataclass

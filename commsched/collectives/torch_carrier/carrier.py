@@ -10,14 +10,7 @@ from typing import Any
 
 import torch
 
-from commsched.collectives.carrier import (
-    Built,
-    Carrier,
-    Collective,
-    JoinHandle,
-    OperationNames,
-    ReduceOp,
-)
+from commsched.collectives.carrier import Built, Carrier, Collective, JoinHandle, OperationNames, ReduceOp
 from commsched.collectives.torch_carrier.operation_queue import Operation, OperationQueue, Timeline
 from commsched.errors import CommError
 from commsched.process.launch import Launch

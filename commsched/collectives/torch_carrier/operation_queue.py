@@ -25,14 +25,7 @@ import torch
 from commsched.collectives.carrier import ReduceOp, Reduction
 from commsched.collectives.torch_carrier import algorithms
 from commsched.collectives.torch_carrier.algorithms import ChannelGroup, NcclGroup, RankGroup
-from commsched.collectives.torch_carrier.coordinator import (
-    HostLost,
-    Key,
-    Message,
-    Negotiator,
-    connect,
-    send,
-)
+from commsched.collectives.torch_carrier.coordinator import HostLost, Key, Message, Negotiator, connect, send
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.process import failure_monitor

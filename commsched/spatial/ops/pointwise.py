@@ -263,11 +263,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def chosen(
-    shape: torch.Size,
-    bounds: tuple[tuple[int, int], ...],
-    p: float | Tensor,
-    seed: int,
-    device: torch.device,
+    shape: torch.Size, bounds: tuple[tuple[int, int], ...], p: float | Tensor, seed: int, device: torch.device
 ) -> Tensor:
     """Which elements within ``bounds`` of a tensor of global ``shape`` are chosen, with probability ``p``."""
     local = [hi - lo for lo, hi in bounds]

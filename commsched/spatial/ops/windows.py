@@ -165,7 +165,6 @@ def at_least(buffer: Tensor, lengths: Mapping[int, int]) -> Tensor:
 
 
 def without(result: Tensor, dims: Sequence[int]) -> Tensor:
-    """``result`` with no pixels along ``dims``."""
     for dim in dims:
         result = result.narrow(dim, 0, 0)
     return result

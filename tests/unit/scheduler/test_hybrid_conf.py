@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.formats.pipedream import Graph, parse_hybrid_conf, read_hybrid_conf
+from scheduler.formats.pipedream import Graph, parse_hybrid_conf
 from scheduler.ir.profile import Layer, Profile
 from scheduler.pipelines.build import program_of
 from scheduler.pipelines.convert import read_plan, to_plan
@@ -151,7 +151,7 @@ def test_a_key_without_quotes_is_told(tmp_path: Path) -> None:
     path = tmp_path / "mp_conf.json"
     path.write_text('{"module_to_stage_map": [0, 1, 1], "stage_to_rank_map": {"0": [0], 1: [1]}}')
     with pytest.raises(ValueError, match="mp_conf.json: is not valid JSON"):
-        read_hybrid_conf(path)
+        read_plan(path, sizes=[4])
 
 
 @pytest.mark.parametrize(
