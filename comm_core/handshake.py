@@ -50,6 +50,11 @@ class Waiting:
         self.rank, self.seconds, self.lost = rank, seconds, lost
         self._deadline = time.monotonic() + seconds
 
+    @property
+    def left(self) -> float:
+        """The seconds until the time limit; negative after it."""
+        return self._deadline - time.monotonic()
+
     def next(self, peer: int, late: str, awaited: Sequence[int] = ()) -> float:
         """Return how many seconds to wait before the next call.
 
@@ -60,7 +65,7 @@ class Waiting:
         reason = self.lost(awaited)
         if reason:
             raise EngineError(reason, kind="peer_lost", rank=self.rank)
-        left = self._deadline - time.monotonic()
+        left = self.left
         if left <= 0:
             message = f"{late} within {self.seconds:g} s; look for an error in the other ranks' output"
             raise EngineError(message, kind="timeout", rank=self.rank, peer=peer)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from threading import Thread
@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import PrefixStore, Store
 
+from comm_core import Waiting, ask_store
 from commsched.collectives.carrier import carrier
 from commsched.collectives.job import ProcessSet, registered_id
 from commsched.collectives.operations import (
@@ -39,6 +40,7 @@ from commsched.collectives.operations import (
 from commsched.collectives.private_groups import PrivateObjects
 from commsched.env import settings
 from commsched.errors import CommError
+from commsched.process import failure_monitor
 
 _log = logging.getLogger("commsched")
 _PAUSE, _LONGEST_PAUSE = 5e-4, 0.02  # seconds between two questions to the store
@@ -183,19 +185,24 @@ class Ranks:
         if self.rank == next(rank for rank in range(self.size) if rank not in joined):
             store = self._store("orders")
             with _store_errors(self.rank):
-                store.set(str(number), dumps(order).numpy().tobytes())  # type: ignore[arg-type]
+                self._ask(store.set, str(number), dumps(order).numpy().tobytes())
                 if number > 1:
-                    store.delete_key(str(number - 2))
+                    self._ask(store.delete_key, str(number - 2))
 
     def next_order(self) -> Any:
         """Return the next order, None if it is not there yet; for a rank that has joined. No wait."""
         with _store_errors(self.rank):
             store, key = self._store("orders"), str(self._orders)
-            if not store.check([key]):
+            if not self._ask(store.check, [key]):
                 return None
-            data = store.get(key)
+            data = self._ask(store.get, key)
         self._orders += 1
         return loads(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the answer of the job's store, in the process of rank 0 or of its launcher."""
+        waiting = Waiting(self.rank, settings().timeout, lambda _: failure_monitor.lost([0]))
+        return ask_store(waiting, call, *arguments)
 
     def _store(self, kind: str) -> Store:
         set_id, number = self.key
@@ -239,8 +246,8 @@ def _store_errors(rank: int) -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise CommError(
-            f"rank {rank}: the job's store does not answer, because rank 0's process has ended or its host is"
-            f" lost: {str(error).splitlines()[0]}"
+            f"rank {rank}: the job's store does not answer, because rank 0's process has ended or is stopped,"
+            f" or its host is lost: {str(error).splitlines()[0]}"
         ) from error
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from comm_core import Waiting, ask_store
 from commsched.collectives.carrier import Built, Carrier, Collective, JoinHandle, OperationNames
 from commsched.env import settings
 from commsched.errors import CommError
@@ -209,5 +210,13 @@ def _forget_former_init(meeting: Meeting) -> None:
         }:
             for key in ("0", "rank_0"):
                 server.clear(scope, key, tries=2 * launch.size)
-        meeting.store.set("horovod/cleared", "yes")
-    meeting.store.wait(["horovod/cleared"])
+    waiting = Waiting(launch.rank, settings().timeout)
+    try:
+        if launch.rank == 0:
+            ask_store(waiting, meeting.store.set, "horovod/cleared", "yes")
+        ask_store(waiting, meeting.store.wait, ["horovod/cleared"])
+    except RuntimeError as error:
+        raise CommError(
+            f"rank {launch.rank} was not told that rank 0 has removed the addresses of an earlier init() from"
+            f" horovodrun's server: {error}"
+        ) from error

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import logging
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ from commsched.process.launch import Launch, detect_launch
 if TYPE_CHECKING:
     from commsched.process.rendezvous import Publish
 
+_log = logging.getLogger("commsched")
 _initialised_by = 0
 
 
@@ -61,7 +64,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     only name all ranks: use process sets for fewer.
 
     In an elastic job of horovodrun, every ``init()`` after ``shutdown()`` begins the job's next epoch: it
-    waits for the ranks that are left, which may get other numbers.
+    waits for the ranks that are left, which may get other numbers. A rank that is lost meanwhile costs an
+    eighth of COMMSCHED_START_TIMEOUT, the next one a quarter, then half.
     """
     if carrier_or_none() is not None:
         _register(process_sets)
@@ -72,12 +76,35 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
             f"init(comm=...) must name all {launch.size} ranks, but got {comm!r}; for a subset of the ranks "
             "use init(process_sets=[ProcessSet(ranks)])"
         )
-    _enter(_carrier_class(launch)(launch))  # type: ignore[call-arg]
+    _enter(_elastic_carrier(launch) if launch.elastic else _carrier_class(launch)(launch))  # type: ignore[call-arg]
     try:
         _register(process_sets)
     except Exception:
         shutdown()
         raise
+
+
+def _elastic_carrier(launch: Launch) -> Carrier:
+    """Meet the others, and ask for the next epoch after each failure: [Note: epochs] of ``rendezvous``."""
+    carrier_class, begin, share = _carrier_class(launch), time.monotonic(), 1 / 8
+    while True:
+        patience = share * settings().start_timeout
+        try:
+            return carrier_class(launch, patience=patience)  # type: ignore[call-arg]
+        except CommError as error:
+            if share == 1:
+                waited = time.monotonic() - begin
+                raise CommError(
+                    f"rank {launch.rank} of {launch.size} has not met the others for {waited:.0f} s, at last"
+                    f" for the whole COMMSCHED_START_TIMEOUT ({patience:g} s): {error}"
+                ) from error
+            _log.warning(
+                "rank %d of %d has not met the others within %g s, %g of COMMSCHED_START_TIMEOUT, and asks"
+                " horovodrun for the next epoch: %s",
+                *(launch.rank, launch.size, patience, share, str(error)),
+            )
+        share *= 2  # not within `except`: the error's traceback keeps the store of a rank 0 open
+        launch = renew()
 
 
 def renew() -> Launch:

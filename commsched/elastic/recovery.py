@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from commsched.collectives.job import init, rank, renew, shutdown, size
+from commsched.collectives.job import init, rank, shutdown, size
 from commsched.collectives.operations import allgather_object
 from commsched.elastic.guardian import killed_when_stopped
 from commsched.elastic.state import State
@@ -76,7 +76,7 @@ def run(
                 except _Failure as error:
                     _roll_back(state, failures, error, elastic)
                     can_skip = False
-                _next_epoch(state, elastic)
+                _next_epoch(state)
                 is_reset = True
 
     return wrapper
@@ -170,22 +170,14 @@ def _roll_back(state: Any, failures: _Failures, error: Exception, elastic: bool)
     _log.warning("the job goes on from the last commit with the ranks that are left: %s", error)
 
 
-def _next_epoch(state: Any, elastic: bool) -> None:
+def _next_epoch(state: Any) -> None:
     """Leave this epoch of the job and join the next one."""
-    while True:
-        shutdown()
-        # Before renew(): the driver counts its hosts after all ranks have asked. What it announces while it
-        # answers may be missing in the answer; if not, the ranks begin one epoch more than needed.
-        if isinstance(state, State):
-            state.forget_host_updates()
-        renew()
-        try:
-            init()
-            return
-        except _Failure as error:
-            if not elastic:
-                raise
-            _log.warning("a rank was lost while the ranks met; they meet again: %s", error)
+    shutdown()
+    # Before init() asks the driver, which counts its hosts after all ranks have asked. What it announces
+    # while it answers may be missing in the answer; if not, the ranks begin one epoch more than needed.
+    if isinstance(state, State):
+        state.forget_host_updates()
+    init()
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from commsched.process import failure_monitor
 from commsched.process.rendezvous import Meeting
 
 _groups: WeakSet[Any] = WeakSet()
+_GRACE_SECONDS = 10.0  # after gloo's own time-out, whose error says more
 
 
 def gloo_group(store: Store, name: str, rank: int, ranks: Sequence[int], address: str) -> Any:
@@ -35,8 +36,12 @@ def gloo_group(store: Store, name: str, rank: int, ranks: Sequence[int], address
     # By default gloo listens on the address of the host's name, which Debian's /etc/hosts sets to 127.0.1.1.
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=settings().timeout)
+    # Gloo's time-out does not end a question to a store that is stopped.
+    patience = settings().timeout + _GRACE_SECONDS
+    waiting = comm_core.Waiting(rank, patience, lambda _: failure_monitor.lost(ranks))
+    arguments = PrefixStore(name, store), rank, len(ranks), options
     try:
-        group = ProcessGroupGloo(PrefixStore(name, store), rank, len(ranks), options)
+        group = comm_core.ask_store(waiting, ProcessGroupGloo, *arguments)
     except RuntimeError as error:
         raise CommError(
             f"rank {rank} of {len(ranks)} could not connect to the others from {address}: {error}; "

@@ -37,7 +37,20 @@ has epochs, and each epoch its own ranks and its own store:
 Nobody can read the address of an earlier epoch. A rank learns its place only after the server was emptied,
 and before that every process that could write there has asked for its next place, or has ended. A process
 that horovodrun wrongly takes for ended (its ssh connection broke) might write; ranks that follow it miss the
-others, say so after COMMSCHED_START_TIMEOUT, and ask again.
+others, and ask again.
+
+A rank may be lost after the driver's answer and before all have met. The driver tells nobody, but takes each
+question for the wish to begin another epoch. So init() asks again after a meeting that has failed:
+
+    try    seconds, of COMMSCHED_START_TIMEOUT    when it fails
+    -----  -------------------------------------  ------------------------------------------------------------
+    1      an eighth                              renew(): wait until the others have asked or ended, too
+    2, 3   a quarter, half                        the same
+    4      all                                    CommError; the others lose this rank
+
+Ranks need not be in the same try. One that asks early waits in renew() for those that still meet, and for a
+new process that has not come yet. That one finds nobody, and asks, too: the answer comes to all at once, so
+that a process which needs longer than a try to start meets the others in their next one.
 """
 
 from __future__ import annotations
@@ -100,6 +113,7 @@ class Meeting:
     store: Store
     records: tuple[Record, ...]
     address: str
+    patience: float  # seconds that these ranks have to connect
 
     @property
     def cross(self) -> tuple[int, int]:
@@ -123,28 +137,32 @@ _connection: _StoreConnection | None = None
 _has_met = False  # the place that the launcher's variables tell has served for a meeting
 
 
-def meet(launch: Launch, publish: Publish | None = None) -> Meeting:
-    """Wait for all ranks of `launch`; ``CommError`` names a rank that is missing or disagrees."""
+def meet(launch: Launch, publish: Publish | None = None, patience: float | None = None) -> Meeting:
+    """Wait for all ranks of `launch`; ``CommError`` names a rank that is missing or disagrees.
+
+    Each step of the meeting may take `patience` seconds, by default COMMSCHED_START_TIMEOUT.
+    """
     global _connection, _has_met
     _has_met = True
     failure_monitor.begin_job()
+    patience = patience or settings().start_timeout
     if launch.elastic:
         _connection = None
     if launch.size == 1:
         record = Record(0, 1, 0, launch.node, "127.0.0.1", "127.0.0.1")
-        return Meeting(launch, HashStore(), (record,), "127.0.0.1")
+        return Meeting(launch, HashStore(), (record,), "127.0.0.1", patience)
     if _connection is None:
-        _connection = _connect(launch, publish)
+        _connection = _connect(launch, publish, patience)
     own, master = _connection.own_address, _connection.master_address
     mine = Record(launch.rank, launch.size, launch.local_rank, launch.node, own, master)
-    deadline = time.monotonic() + settings().start_timeout
+    waiting = Waiting(mine.rank, patience)
     try:
         if _connection.job is None:
-            _connection.job, _connection.meetings = _arrive(_connection.store, mine, deadline)
+            _connection.job, _connection.meetings = _arrive(_connection.store, mine, waiting)
         else:
             _connection.meetings += 1
         store = PrefixStore(f"commsched/{_connection.job}/{_connection.meetings}", _connection.store)
-        records = _exchange_records(store, mine, deadline, _connection)
+        records = _exchange_records(store, mine, waiting, _connection)
     except CommError:
         raise
     except RuntimeError as error:
@@ -158,7 +176,7 @@ def meet(launch: Launch, publish: Publish | None = None) -> Meeting:
                 " cut off? Start the job again"
             ) from error
         raise CommError(f"rank 0 ended while rank {mine.rank} was waiting for all ranks: {error}") from error
-    return Meeting(launch, store, records, _reachable_address(mine, records))
+    return Meeting(launch, store, records, _reachable_address(mine, records), patience)
 
 
 def renew(launch: Launch) -> None:
@@ -168,10 +186,16 @@ def renew(launch: Launch) -> None:
     the driver takes each question for the wish to begin another epoch.
     """
     global _connection, _has_met
+    if settings().master_addr:
+        raise CommError(
+            "COMMSCHED_MASTER_ADDR is set, and in an elastic job rank 0 may move to another host; unset it on"
+            " every rank: horovodrun tells where rank 0 is"
+        )
     if not _has_met:
         return
     _connection = None  # nobody may find the store of the ended epoch
-    server = launcher_server(settings().timeout)
+    # The others may notice a loss only after COMMSCHED_TIMEOUT, or still wait for ranks, or start.
+    server = launcher_server(settings().timeout + settings().start_timeout)
     if server is None:
         raise CommError(
             "HOROVOD_ELASTIC is set, but not HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT, which tell where the"
@@ -193,20 +217,18 @@ def renew(launch: Launch) -> None:
     _has_met = False
 
 
-def _connect(launch: Launch, publish: Publish | None) -> _StoreConnection:
-    options = settings()
-    if launch.elastic and options.master_addr:
-        raise CommError(
-            "COMMSCHED_MASTER_ADDR is set, and in an elastic job rank 0 may move to another host; unset it on"
-            " every rank: horovodrun tells where rank 0 is"
-        )
-    if options.master_addr or launch.address or (launch.launcher == "torchrun" and publish is None):
-        return _connect_to_given(launch)
+def _connect(launch: Launch, publish: Publish | None, patience: float) -> _StoreConnection:
+    if settings().master_addr or launch.address or (launch.launcher == "torchrun" and publish is None):
+        return _connect_to_given(launch, patience)
     if publish is None:
-        publish = _publisher(launch)
+        publish = _publisher(launch, patience)
     if launch.rank != 0:
         contact = publish(None)
-        return _join(contact["addresses"], int(contact["port"]), str(contact["token"]))
+        if (
+            patience < settings().start_timeout
+        ):  # a rank 0 that does not listen any more is lost, or asks again
+            patience = min(patience, _ANSWER_SECONDS)
+        return _join(contact["addresses"], int(contact["port"]), str(contact["token"]), patience)
     addresses, token = own_addresses(launch.one_host), secrets.token_hex(16)
     # Other networks cannot reach a store that listens only where it is dialled. It binds one address, or all.
     server = _listen(0, addresses[0] if len(addresses) == 1 else "0.0.0.0")
@@ -215,7 +237,7 @@ def _connect(launch: Launch, publish: Publish | None) -> _StoreConnection:
     return _StoreConnection(server, addresses[0], addresses[0])
 
 
-def _connect_to_given(launch: Launch) -> _StoreConnection:
+def _connect_to_given(launch: Launch, patience: float) -> _StoreConnection:
     """Connect to COMMSCHED_MASTER_ADDR and _PORT, else to the launch's address and port, else to torchrun's
     MASTER_ADDR and MASTER_PORT.
     """
@@ -235,9 +257,9 @@ def _connect_to_given(launch: Launch) -> _StoreConnection:
     launcher_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not given
     if launch.rank == 0 and not launcher_listens:
         server = _listen(port)
-        master, own = first_reachable([address], port, options.start_timeout)
+        master, own = first_reachable([address], port, patience)
         return _StoreConnection(server, own, master)
-    return _join([address], port, None)
+    return _join([address], port, None, patience)
 
 
 def launcher_server(timeout: float | None = None) -> KeyValueServer | None:
@@ -254,10 +276,10 @@ def _port(variable: str) -> int:
         raise CommError(f"{error}; set it on every rank to the same free port of rank 0's host") from None
 
 
-def _publisher(launch: Launch) -> Publish:
+def _publisher(launch: Launch, patience: float) -> Publish:
     if launch.mpi:
         return lambda value: mpi_bootstrap.broadcast(value, launch.rank)
-    server = launcher_server()
+    server = launcher_server(patience)
     if server is None:
         raise CommError(
             f"{launch.size} ranks need rank 0's address, and {launch.launcher} provides none "
@@ -293,13 +315,13 @@ def _listen(port: int, address: str = "") -> TCPStore:
         ) from error
 
 
-def _join(addresses: list[str], port: int, token: str | None) -> _StoreConnection:
-    deadline = time.monotonic() + settings().start_timeout
-    master, own = first_reachable(addresses, port, settings().start_timeout)
+def _join(addresses: list[str], port: int, token: str | None, patience: float) -> _StoreConnection:
+    waiting = Waiting(-1, patience)
+    master, own = first_reachable(addresses, port, patience)
     try:
         connect = partial(TCPStore, master, port, None, False, _timeout(), wait_for_workers=False)
-        store = _ask(deadline, connect)
-        found = _ask(deadline, store.get, "commsched/token").decode() if token else None
+        store = _ask(waiting, connect)
+        found = _ask(waiting, store.get, "commsched/token").decode() if token else None
     except RuntimeError as error:
         raise CommError(
             f"the server on {master}, port {port}, is stopped, or is not the store of rank 0: {error}; choose"
@@ -317,20 +339,20 @@ def _timeout() -> timedelta:
     return timedelta(seconds=settings().timeout)
 
 
-def _ask(deadline: float, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the answer of the ranks' store; ``EngineError`` if there is none until `deadline`."""
-    left = max(deadline - time.monotonic(), min(_ANSWER_SECONDS, settings().start_timeout))
+def _ask(waiting: Waiting, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the answer of the ranks' store; ``EngineError`` if there is none while this rank waits."""
+    left = max(waiting.left, min(_ANSWER_SECONDS, settings().start_timeout))
     return ask_store(Waiting(-1, left), call, *arguments)
 
 
-def _arrive(store: Store, mine: Record, deadline: float) -> tuple[int, int]:
+def _arrive(store: Store, mine: Record, waiting: Waiting) -> tuple[int, int]:
     """Return rank 0's arrival and the meeting in which it waits. The other ranks wait until it tells both."""
-    ask = partial(_ask, deadline)
+    ask = partial(_ask, waiting)
     arrival = ask(store.add, _ARRIVALS, 1)
     while mine.rank != 0 and not ask(store.check, [f"commsched/job/{arrival}"]):
-        if time.monotonic() > deadline:
+        if waiting.left < 0:
             raise CommError(
-                f"rank {mine.rank} waited {settings().start_timeout:g} s (COMMSCHED_START_TIMEOUT) for"
+                f"rank {mine.rank} waited {waiting.seconds:g} s (COMMSCHED_START_TIMEOUT) for"
                 f" {mine.size} ranks; missing: [0]. Did it start, does it call init(), and is this the only"
                 f" process that was started as rank {mine.rank}?"
             )
@@ -342,10 +364,10 @@ def _arrive(store: Store, mine: Record, deadline: float) -> tuple[int, int]:
 
 
 def _exchange_records(
-    store: Store, mine: Record, deadline: float, connection: _StoreConnection
+    store: Store, mine: Record, waiting: Waiting, connection: _StoreConnection
 ) -> tuple[Record, ...]:
     """Write this rank's record, wait for those of all ranks and compare each. Rank 0 answers arrivals."""
-    ask = partial(_ask, deadline)
+    ask = partial(_ask, waiting)
     ask(store.set, f"record/{ask(store.add, 'records', 1)}", json.dumps(asdict(mine)))
     records: dict[int, Record] = {}
     read, answered = 0, 0
@@ -354,10 +376,10 @@ def _exchange_records(
             answered += 1
             place = f"{connection.job} {connection.meetings}"
             ask(connection.store.set, f"commsched/job/{answered}", place)
-        if time.monotonic() > deadline:
+        if waiting.left < 0:
             missing = sorted(set(range(mine.size)) - set(records))
             raise CommError(
-                f"rank {mine.rank} waited {settings().start_timeout:g} s (COMMSCHED_START_TIMEOUT) for"
+                f"rank {mine.rank} waited {waiting.seconds:g} s (COMMSCHED_START_TIMEOUT) for"
                 f" {mine.size} ranks; missing: {missing}. Did they start, and do they all call init()?"
             )
         while read < ask(store.add, "records", 0):
@@ -389,10 +411,10 @@ def _disagreement(mine: Record, other: Record, records: dict[int, Record]) -> st
 
 def _wait_for_readers(store: Store, mine: Record) -> None:
     """Keep rank 0, which serves the store, until every rank has found the disagreement in it."""
-    deadline = time.monotonic() + _LINGER_SECONDS
-    ask = partial(_ask, deadline)
+    waiting = Waiting(mine.rank, _LINGER_SECONDS)
+    ask = partial(_ask, waiting)
     found = ask(store.add, "disagreements", 1)
-    while mine.rank == 0 and found < ask(store.add, "records", 0) and time.monotonic() < deadline:
+    while mine.rank == 0 and found < ask(store.add, "records", 0) and waiting.left > 0:
         time.sleep(_POLL_SECONDS)
         found = ask(store.add, "disagreements", 0)
 

@@ -50,3 +50,55 @@ def test_a_host_comes_and_a_rank_is_lost(tmp_path: Path, gather: str, victim: in
     assert sizes == SIZES and at_reset == ([2] * victim + [1]), shown
     assert listening <= 1, "the stores of ended epochs still listen"
     torch.testing.assert_close(torch.tensor(values), torch.tensor(plain()))
+
+
+def loses_a_rank_that_has_not_met() -> None:
+    import os
+
+    if os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1":
+        os._exit(1)  # after the driver's answer to the others, and before the meeting
+    import sys
+    import time
+    from pathlib import Path
+
+    import torch
+
+    import commsched as hvd
+
+    hvd.init()
+
+    @hvd.elastic.run
+    def train(state):
+        while state.step < 4:
+            hvd.allreduce(torch.ones(1))
+            state.step += 1
+            if state.step == 2:
+                Path(sys.argv[1]).write_text("localhost:1\n127.0.0.1:1\n")
+                deadline = time.monotonic() + 300
+                while state._host_messages.empty() and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                begin.append(time.monotonic())
+            state.commit()
+
+    begin, waited = [], []
+    state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0)
+    state.register_reset_callbacks([lambda: waited.append(time.monotonic() - begin[0])])
+    train(state)
+    print(hvd.size(), *waited, flush=True)
+
+
+@pytest.mark.dist
+@needs_horovod
+def test_a_rank_that_dies_before_the_others_have_met_it(tmp_path: Path) -> None:
+    """They waited for the whole COMMSCHED_START_TIMEOUT."""
+    hosts, script = tmp_path / "hosts", tmp_path / "hosts.sh"
+    hosts.write_text("localhost:1\n")
+    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    script.chmod(0o755)
+    env = {"COMMSCHED_START_TIMEOUT": "96"}
+    with start_ranks(loses_a_rank_that_has_not_met, 2, [str(hosts)], env, f"elastic:{script}") as ranks:
+        results = ranks.wait()
+        shown = ranks.report()
+    size, *waited = results[0].stdout.split() or [""]
+    assert size == "1" and len(waited) == 1, shown
+    assert 12 <= float(waited[0]) < 90, shown

@@ -22,9 +22,9 @@ class TorchCarrier(Carrier):
 
     name = "torch"
 
-    def __init__(self, launch: Launch, publish: Publish | None = None) -> None:
+    def __init__(self, launch: Launch, publish: Publish | None = None, patience: float | None = None) -> None:
         self.launch = launch
-        self.meeting = meet(launch, publish)
+        self.meeting = meet(launch, publish, patience)
         self._sets = {0: list(range(launch.size))}
         self._queue = OperationQueue(self.meeting, self._sets)
         self._names = OperationNames()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import socket
 import threading
 import time
@@ -53,6 +52,7 @@ class RankConnection:
         self.messages, self._host = close_in_children(messages), host
         self.keepalive: socket.socket | None = host.keepalive if host else None
         self._watched = [end for end in (self.messages, self.keepalive) if end is not None]
+        self._reading = threading.Lock()  # held by receive(): see close()
 
     @classmethod
     def over(cls, connection: TcpConnection) -> RankConnection:
@@ -60,17 +60,12 @@ class RankConnection:
 
     def receive(self) -> Any:
         """Wait for the next message; ``EOFError`` or ``OSError`` if the other process, or this end, ended."""
-        while True:
-            ready = wait(self._watched)
-            if self.messages in ready:
-                message = receive(self.messages)
-                if self.messages.closed:
-                    # close() does not end a read that waits for the second half of a message. A rank that
-                    # heard in its next job who had left this one would miss a rank there.
-                    raise OSError("the connection was closed before the message was complete")
-                return message
-            self.check_host()
-            self._watched.remove(self.keepalive)
+        with self._reading:
+            while True:
+                if self.messages in wait(self._watched):
+                    return receive(self.messages)
+                self.check_host()
+                self._watched.remove(self.keepalive)
 
     def check_host(self) -> None:
         """Raise ``HostLost`` if the host does not answer. Call once, when `keepalive` is readable.
@@ -82,19 +77,29 @@ class RankConnection:
             raise HostLost(lost)
 
     def interrupt(self) -> None:
-        """Make a send that another thread is blocked in raise an error."""
-        with suppress(OSError), socket.socket(fileno=os.dup(self.messages.fileno())) as handle:
-            handle.shutdown(socket.SHUT_RDWR)
+        """End the sends and reads of other threads with an error."""
+        with suppress(OSError):
+            handle = socket.socket(fileno=self.messages.fileno())
+            try:
+                handle.shutdown(socket.SHUT_RDWR)
+            finally:
+                handle.detach()
 
     def close(self) -> None:
-        self.messages.close()
-        if self.keepalive is not None:
-            self.keepalive.close()
+        """End reads, and close once they have ended: their descriptor's number is given to the next file.
+
+        A read that waits does not notice that its descriptor is closed, and would go on with that file.
+        """
+        self.interrupt()
+        with self._reading:
+            self.messages.close()
+            if self.keepalive is not None:
+                self.keepalive.close()
 
 
 def connect(meeting: Meeting) -> tuple[RankConnection, Coordinator | None]:
     """Connect this rank to the coordinator; rank 0 starts the coordinator and gets it, too."""
-    rank, size, patience = meeting.launch.rank, meeting.launch.size, settings().start_timeout
+    rank, size, patience = meeting.launch.rank, meeting.launch.size, meeting.patience
     store = PrefixStore("coordinator", meeting.store)
     try:
         connections = tcp_connections(

@@ -181,6 +181,7 @@ class OperationQueue:
             self._coordinator.join(_CLOSING_SECONDS)
         self._fail_all(_SHUT_DOWN)
         self._connection.close()
+        self._listener.join(_GRACE_SECONDS)  # or it would tell the next job what it has heard of this one
         self._runner.close()
         self.stop_timeline()
 

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import subprocess
+import sys
 import threading
+import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+from torch.distributed import PrefixStore
 
+import commsched as hvd
+from comm_core import Waiting
+from commsched.collectives import job
 from commsched.errors import CommError
 from commsched.process import rendezvous
 from commsched.process.launch import Launch, detect_launch
 from commsched.process.network import KeyValueServer
 
+ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = {
     "HOROVOD_RANK": "3",
     "HOROVOD_SIZE": "4",
@@ -30,9 +43,16 @@ def driver(monkeypatch):
     answers, asked = {}, []
 
     class Handler(BaseHTTPRequestHandler):
+        def do_PUT(self):
+            answers[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
         def do_GET(self):
             asked.append(self.path)
             answer = answers.get(self.path)
+            answer = answer() if callable(answer) else answer
             self.send_response(404 if answer is None else 200)
             self.send_header("Content-Length", str(len(answer or b"")))
             self.end_headers()
@@ -123,13 +143,115 @@ def test_a_driver_that_nobody_has_named(driver, monkeypatch):
 def test_rank_0_of_an_elastic_job_has_no_fixed_address(driver, monkeypatch):
     monkeypatch.setattr(rendezvous, "settings", lambda: rendezvous_settings())
     with pytest.raises(CommError, match="COMMSCHED_MASTER_ADDR"):
-        rendezvous._connect(launch(), None)
+        rendezvous.renew(launch())
 
 
 def rendezvous_settings():
     from commsched.env import read_settings
 
     return read_settings({"COMMSCHED_MASTER_ADDR": "b", "COMMSCHED_MASTER_PORT": "1"})
+
+
+# -- a rank is lost, or late, while the ranks meet -----------------------------------------------------------
+
+
+@pytest.fixture
+def rank_0(driver, monkeypatch):
+    """This process is rank 0 of two, and has not met the other yet."""
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("SIZE", "2")):
+        monkeypatch.setenv(f"HOROVOD_{name}", value)
+    monkeypatch.setattr(rendezvous, "_has_met", False)
+    yield
+    hvd.shutdown()
+    job._launch()  # reads the settings again
+
+
+def leave_a_record(answers):
+    """What rank 1 does in a meeting, up to its connection to the coordinator."""
+    while "/commsched/rank0" not in answers:
+        time.sleep(0.01)
+    contact, waiting = json.loads(answers["/commsched/rank0"]), Waiting(1, 60)
+    connection = rendezvous._join(contact["addresses"], contact["port"], contact["token"], 60)
+    mine = rendezvous.Record(1, 2, 1, "b", "127.0.0.1", "127.0.0.1")
+    number, meeting = rendezvous._arrive(connection.store, mine, waiting)
+    store = PrefixStore(f"commsched/{number}/{meeting}", connection.store)
+    return [each.rank for each in rendezvous._exchange_records(store, mine, waiting, connection)]
+
+
+@pytest.mark.parametrize(("seconds", "leaves_record"), [("4", False), ("64", True)])
+def test_a_rank_that_is_lost_while_the_ranks_meet(driver, rank_0, monkeypatch, seconds, leaves_record):
+    """The others waited for the whole COMMSCHED_START_TIMEOUT, and then a process's first init() failed."""
+    answers, asked = driver
+    answers["/rank_and_size/b:0"] = b"0,1,0,1,0,1"
+    monkeypatch.setenv("COMMSCHED_START_TIMEOUT", seconds)
+    with ThreadPoolExecutor(1) as threads:
+        lost = threads.submit(leave_a_record, answers) if leaves_record else None
+        hvd.init()
+        assert lost is None or lost.result() == [0, 1]
+    assert hvd.size() == 1 and asked == ["/rank_and_size/b:0"]
+
+
+def test_ranks_that_never_meet_give_up(driver, rank_0, monkeypatch):
+    """``elastic.run`` asked the driver again for ever."""
+    answers, asked = driver
+    answers["/rank_and_size/b:0"] = b"0,2,0,2,0,1"
+    monkeypatch.setenv("COMMSCHED_START_TIMEOUT", "1.6")
+    said = r"rank 0 of 2 has not met the others for \d+ s, at last for the whole COMMSCHED_START_TIMEOUT"
+    with pytest.raises(CommError, match=said + r" \(1\.6 s\): rank 0 waited 1\.6 s .*missing: \[1\]"):
+        hvd.init()
+    assert asked == ["/rank_and_size/b:0"] * 3
+
+
+def test_the_driver_answers_after_the_last_rank_has_noticed(driver, monkeypatch):
+    """renew() gave up after COMMSCHED_TIMEOUT, while others still waited for the lost rank."""
+    answers, _ = driver
+    answers["/rank_and_size/b:1"] = lambda: time.sleep(1.5) or b"1,2,1,2,0,1"
+    monkeypatch.setenv("COMMSCHED_TIMEOUT", "0.5")
+    monkeypatch.setenv("COMMSCHED_START_TIMEOUT", "60")
+    assert job.renew().size == 2
+
+
+LATE = """
+import os, time, urllib.request
+
+import commsched as hvd
+
+driver = f"http://127.0.0.1:{os.environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
+deadline = time.monotonic() + 200
+while urllib.request.urlopen(driver + "/test/asked").read() != b"yes" and time.monotonic() < deadline:
+    time.sleep(0.05)
+hvd.init()
+print(hvd.rank(), hvd.size(), flush=True)
+"""
+
+
+def test_a_process_that_starts_after_the_others_have_asked_again(driver, rank_0, monkeypatch):
+    """It finds no rank 0, and the driver waits for its question: all meet in their next try."""
+    answers, asked = driver
+    both, listens = threading.Barrier(2, action=lambda: answers.pop("/commsched/rank0")), []
+
+    def answer(rank):
+        if rank == 0:
+            with closing(socket.socket()) as probe:
+                port = json.loads(answers["/commsched/rank0"])["port"]
+                listens.append(probe.connect_ex(("127.0.0.1", port)) == 0)
+            answers["/test/asked"] = b"yes"
+        both.wait(300)
+        return b"%d,2,%d,2,0,1" % (rank, rank)
+
+    answers["/test/asked"] = b"no"
+    for rank in (0, 1):
+        answers[f"/rank_and_size/b:{rank}"] = lambda rank=rank: answer(rank)
+    monkeypatch.setenv("COMMSCHED_START_TIMEOUT", "40")
+    env = {**os.environ, "HOROVOD_RANK": "1", "HOROVOD_LOCAL_RANK": "1"}
+    with subprocess.Popen([sys.executable, "-c", LATE], cwd=ROOT, env=env, stdout=subprocess.PIPE) as late:
+        try:
+            hvd.init()
+            assert hvd.size() == 2 and not any(listens), "the store of an ended meeting still listens"
+            assert late.communicate(timeout=300)[0] == b"1 2\n"
+        finally:
+            late.kill()
+    assert {f"/rank_and_size/b:{rank}" for rank in (0, 1)} <= set(asked)
 
 
 def test_a_loss_in_one_job_aborts_nothing_of_the_next():

@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -10,6 +9,7 @@ from contextlib import closing
 import pytest
 from torch.distributed import DistNetworkError, HashStore, PrefixStore, TCPStore
 
+from comm_core import Waiting
 from commsched.env import read_settings
 from commsched.errors import CommError
 from commsched.process import rendezvous
@@ -109,17 +109,15 @@ def test_a_rank_that_starts_after_the_first_init_has_failed(monkeypatch: pytest.
     launch = Launch("torchrun", 0, 2, 0, 1, "host0")
     here, late = (rendezvous._StoreConnection(each, "127.0.0.1", "127.0.0.1") for each in (served, store))
     monkeypatch.setattr(rendezvous, "_connection", here)
-    patience = {"COMMSCHED_START_TIMEOUT": "0.2"}
-    monkeypatch.setattr(rendezvous, "settings", lambda: read_settings(patience))
+    monkeypatch.setattr(rendezvous, "settings", lambda: read_settings({"COMMSCHED_START_TIMEOUT": "60"}))
     with pytest.raises(CommError, match=r"missing: \[1\]"):
-        rendezvous.meet(launch)
-    patience["COMMSCHED_START_TIMEOUT"] = "60"
+        rendezvous.meet(launch, patience=0.2)
     with ThreadPoolExecutor(1) as threads:
-        first, deadline = threads.submit(rendezvous.meet, launch), time.monotonic() + 60
-        job, meeting = _arrive(store, record(1), deadline)
+        first, waiting = threads.submit(rendezvous.meet, launch), Waiting(1, 60)
+        job, meeting = _arrive(store, record(1), waiting)
         assert (job, meeting) == (1, 2)  # where a rank is whose first init() has failed too
         records = PrefixStore(f"commsched/{job}/{meeting}", store)
-        met = _exchange_records(records, record(1), deadline, late)
+        met = _exchange_records(records, record(1), waiting, late)
         assert met == first.result().records and [each.rank for each in met] == [0, 1]
 
 
@@ -157,11 +155,11 @@ def test_init_finds_a_rank_0_that_was_started_again(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(stores[0].port))
     with ThreadPoolExecutor(1) as threads:
-        second, deadline = threads.submit(rendezvous.meet, RANK_1), time.monotonic() + 60
+        second, waiting = threads.submit(rendezvous.meet, RANK_1), Waiting(0, 60)
         first = rendezvous._StoreConnection(stores[0], "127.0.0.1", "127.0.0.1")
-        first.job, first.meetings = _arrive(stores[0], record(0), deadline)
+        first.job, first.meetings = _arrive(stores[0], record(0), waiting)
         records = PrefixStore(f"commsched/{first.job}/{first.meetings}", stores[0])
-        assert _exchange_records(records, record(0), deadline, first) == second.result().records
+        assert _exchange_records(records, record(0), waiting, first) == second.result().records
 
 
 def test_mpi_broadcasts_rank_0s_address_only_once(
@@ -242,8 +240,8 @@ def test_rank_0_listens_only_where_it_is_dialled(
         contacts.append(contact)
         return contact
 
-    here = rendezvous._connect(Launch("mpirun", 0, 2, 0, 2, "host0", mpi=True), publish)
-    other = rendezvous._join(published[-1:], contacts[0]["port"], contacts[0]["token"])
+    here = rendezvous._connect(Launch("mpirun", 0, 2, 0, 2, "host0", mpi=True), publish, 60)
+    other = rendezvous._join(published[-1:], contacts[0]["port"], contacts[0]["token"], 60)
     here.store.set("found", "yes")
     assert other.store.get("found") == b"yes"
     for address in ("127.0.0.1", "127.0.0.2"):
