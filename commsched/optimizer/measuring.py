@@ -275,6 +275,14 @@ class StepTimes:
             return False
         return abs(median(self._periods[-WINDOW:]) / self._baseline - 1) > DRIFT
 
+    def has_timed(self, steps: int) -> bool:
+        """Return whether so many steps have been timed: from the same step on, on all ranks."""
+        return self._count >= SETTLE + steps
+
+    def median_step(self) -> float:
+        """Return the median of the last steps; some must have been timed."""
+        return median(self._periods)
+
     def contradicts(self, compute: float) -> bool:
         """Return whether the first steps needed much less compute than was measured."""
         return self._compute is not None and disturbed(compute, self._compute)

@@ -646,6 +646,13 @@ class Plan:
         """Whether ``prediction`` returns at once."""
         return "prediction" in self.__dict__
 
+    @property
+    def sends(self) -> Any:
+        """What is sent in which order; an all-reduce is an RS and its AG."""
+        halves = {Kind.AR: (Kind.RS, Kind.AG)}
+        order = [(half, a.index) for a in self.program.link for half in halves.get(a.kind, (a.kind,))]
+        return self.program.buckets, order
+
     def buckets(self, model: Model) -> list[Bucket]:
         """Return the program's buckets with parameters in the place of layers.
 
@@ -755,6 +762,48 @@ def times_of_buckets(events: Any, buckets: Sequence[Bucket], layout: Layout) -> 
             if len(took):
                 times.append((bucket.bytes, median((took["end"] - took["start"]).tolist())))
     return times
+
+
+# -- a plan beside DDP's way ---------------------------------------------------------------------------------
+
+DDP_BYTES = 25 << 20, 4 << 20  # of a bucket: DDP's default, and what it is often tuned to
+FASTER = 0.97  # a plan that takes at most this part of another one's time is faster
+
+
+@dataclass
+class Trial:
+    """Plans that are timed in turn, and the fastest of them.
+
+        turn    1         2              3             4         5
+        plan    searched  DDP's, 25 MiB  DDP's, 4 MiB  searched  the faster one of DDP's
+
+    Turns 4 and 5 come only if that one was faster than the searched plan, which another program may have
+    slowed down; it wins if it is faster in them, too.
+    """
+
+    plans: Sequence[Plan]
+    now: int = 0  # whose turn it is; once the trial is over, the fastest
+    over: bool = False
+
+    def __post_init__(self) -> None:
+        self.seconds: list[list[float]] = [[] for _ in self.plans]  # of a step, by plan and turn
+
+    def end_turn(self, seconds: float) -> None:
+        """Take the time of a step in this turn; find out whose turn is next, or which plan is the fastest."""
+        self.seconds[self.now].append(seconds)
+        searched, others = self.seconds[0], range(1, len(self.plans))
+        waiting = [number for number in others if not self.seconds[number]]
+        if waiting:
+            self.now = waiting[0]
+            return
+        best = min(others, key=lambda number: self.seconds[number][0], default=0)
+        pairs = zip(searched, self.seconds[best], strict=False)
+        if not all(theirs <= FASTER * ours for ours, theirs in pairs):
+            self.now, self.over = 0, True
+        elif len(searched) == 1:
+            self.now = 0
+        else:
+            self.now, self.over = best, len(self.seconds[best]) > 1
 
 
 # -- the planner ---------------------------------------------------------------------------------------------
@@ -889,6 +938,19 @@ class Planner:
         assert self._wanted is not None
         child, self._child = self._child, None
         return self._agreed(self._made(*self._wanted, self.policy, child))[0]
+
+    def like_ddp(self, plan: Plan) -> list[Plan]:
+        """Return plans with the profile of this one that all-reduce bucket after bucket, as DDP does.
+
+        One for each size of DDP's buckets, or for those that the user gave, but none that sends as this one.
+        """
+        plans = [plan]
+        for size in DDP_BYTES:
+            made = self._made(plan.profile, list(plan.layers[1:]), "wfbp", bucket_bytes=size)
+            other, _ = self._agreed(made)
+            if all(other.sends != known.sends for known in plans):
+                plans.append(other)
+        return plans[1:]
 
     def close(self) -> None:
         """End the child process, if there is one. Not collective."""

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from socketserver import ThreadingMixIn
+from statistics import median
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -32,7 +33,7 @@ from commsched.collectives.compression import block_code
 from commsched.collectives.private_groups import hosts_of
 from commsched.env import Settings
 from commsched.optimizer.measuring import StepTimes, Watch
-from commsched.optimizer.planner import SHARE, Plan
+from commsched.optimizer.planner import SHARE, Plan, Trial
 from commsched.process.launch import by_host
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import Program
@@ -178,7 +179,9 @@ def log_metrics(optimizer: Any, writer: Any, step: int) -> None:
 class Explanation:
     """The plan; its times, in seconds, are in ``metrics``. No schedule takes less time than ``bound``.
 
-    ``searching``: a better one is being searched, and training uses this one meanwhile.
+    ``searching``: a better one is being searched, and training uses this one meanwhile. ``tried``: seconds of
+    a step under the searched plan and under DDP's ways, as measured in turn; ``trial``: the same as text, and
+    which plan is used, or why there was none.
     """
 
     policy: str
@@ -193,6 +196,8 @@ class Explanation:
     profile_source: str
     bound: float
     searching: bool
+    tried: tuple[tuple[str, float], ...]
+    trial: str
     quantised: tuple[str, ...]  # by bucket: to what its gradients are quantised, int8, fp8 or ""
     metrics: Metrics
     program: Program
@@ -206,6 +211,7 @@ class Explanation:
             f"order: {self.plan}",
             str(self.metrics),
             f"no schedule is below {milliseconds(self.bound)}",
+            f"beside DDP's way: {self.trial}",
         ]
         if self.searching:
             lines[0] += ", while a better plan is searched"
@@ -251,6 +257,8 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
         profile_source=profile.source or profile.name,
         bound=plan.prediction.bound,
         searching=session.searches,
+        tried=_tried(session.trial) if session.trial is not None else (),
+        trial=_trial_text(session.trial, session.why_untried),
         quantised=tuple(code if model.quantises(b.group) else "" for b in program.buckets),
         metrics=metrics_of(session.times, plan, session.backend.ranks),
         program=program,
@@ -259,6 +267,23 @@ def explain(optimizer: Any, show: bool = True) -> Explanation | None:
     if show:
         print(explanation)
     return explanation
+
+
+def _tried(trial: Trial) -> tuple[tuple[str, float], ...]:
+    sizes = [[bucket.bytes for bucket in plan.program.buckets] for plan in trial.plans[1:]]
+    names = [f"{len(each)} all-reduces of up to {max(each) / 2**20:.2f} MiB" for each in sizes]
+    timed = zip(["the searched plan", *names], trial.seconds, strict=True)
+    return tuple((name, median(seconds)) for name, seconds in timed if seconds)
+
+
+def _trial_text(trial: Trial | None, why_untried: str) -> str:
+    if trial is None:
+        return f"not tried, because {why_untried}" if why_untried else "to be tried after some more steps"
+    if len(trial.plans) == 1:
+        return "the searched plan sends as DDP does"
+    tried = _tried(trial)
+    used = f"{tried[trial.now][0]} is used" if trial.over else "being tried"
+    return f"{', '.join(f'{name} {milliseconds(seconds)}' for name, seconds in tried)}: {used}"
 
 
 def _hosts(ranks: Ranks) -> tuple[int, ...]:

@@ -6,6 +6,8 @@ iterations, and each rank when the step has become so much slower or faster that
 the second plan one rank's vote is enough: if its compute is much shorter than it was while it was measured,
 the measurement was disturbed.
 
+Once a searched plan is in use, ``Trial`` times it beside DDP's way: see [Note: trials].
+
 Parameters that are frozen stay in the plan for some steps: most are unfrozen soon. Those that are unfrozen or
 converted are in a new plan from the end of the step on, over the same connections; until then their gradients
 are reduced apart from the buckets. Parameters that are added get a new plan at once, on all ranks.
@@ -16,6 +18,13 @@ end of a step, and at the beginning of ``step()`` or ``synchronize()`` if user c
 in the groups (``refresh``). Not in a forward, nor in the step of another optimizer: a rank may have no data,
 and meet the others elsewhere first. What decides on it must be known to every rank: what the script does with
 the parameters, and not which gradients have come.
+
+[Note: trials]
+Ranks that take turns of a trial count steps since a plan was installed, which is at the same step on all of
+them; so they need no votes, and end each turn together. They exchange the medians of its steps, and the
+slowest rank's counts. Plans that reduce other buckets give the same bits, or the same up to rounding where a
+searched plan does too. So transports do not change: tiers add by host, and flat ones would give other bits.
+While a rank has joined, steps are no measure: the searched plan is used, and is tried anew later.
 """
 
 from __future__ import annotations
@@ -50,6 +59,7 @@ from commsched.optimizer.buckets import Buffers
 from commsched.optimizer.gradient import Residuals
 from commsched.optimizer.hooks import Hooks, TiedWeights, owners
 from commsched.optimizer.measuring import (
+    NOTICED,
     Sample,
     StepTimes,
     across_ranks,
@@ -58,7 +68,7 @@ from commsched.optimizer.measuring import (
     iteration_times,
     spread,
 )
-from commsched.optimizer.planner import Model, Observed, Options, Plan, Planner, owners_of
+from commsched.optimizer.planner import Model, Observed, Options, Plan, Planner, Trial, owners_of
 from commsched.optimizer.reports import StepReports, Timeline, few
 from commsched.optimizer.round import Round, State
 from commsched.optimizer.sharded_step import ShardedStep
@@ -71,6 +81,8 @@ SAMPLES = 3
 REPEATS = 2  # how often disturbed measurements are made again
 ALONE = 0.3  # compute so much slower alone than beside traffic was disturbed; less is left to the second plan
 SAME = 0.02  # compute beside traffic counts as equally fast up to this relative difference
+TRY_AFTER = 2 * NOTICED  # timed steps of a searched plan, the first turn of its trial
+TURN = 3  # timed steps of each later turn
 STAY = 10  # steps that a frozen parameter stays in the plan; doubled whenever one comes back
 _LOOK = 0.002  # seconds between two looks at what else has happened while the other ranks are awaited
 _GRACE = 5.0  # seconds that the store has to name those that have not come
@@ -220,6 +232,7 @@ class Session:
         self._measure_next = False  # whether the first iterations under that plan are timed
         self._compute: float | None = None  # this rank's, as it was measured beside the traffic
         self._repeats = REPEATS
+        self.trial: Trial | None = None  # of the plan that was searched last
 
     def _start(self) -> None:
         if self._adapts:
@@ -395,6 +408,8 @@ class Session:
             if self._has_majority():
                 return self._finish_plan
             self.round.vote = self.backend.ranks.size if self.planner.is_ready else 0
+        elif self.trial is not None and not self.trial.over:
+            return self._end_turn if self.times.has_timed(TURN) else None
         elif self._adapts and self.times.are_settled:  # before, votes for the plan may still arrive
             # Ranks that never wait do not notice another forward order, so a rank that does votes for all.
             # Another program may have had one rank's processor.
@@ -405,6 +420,8 @@ class Session:
                 self.times.patience *= 2
                 self._repeats -= 1
                 self._start_measuring()
+            elif self.trial is None and self.times.has_timed(TRY_AFTER) and not self.why_untried:
+                return self._end_turn
         return None
 
     def _has_majority(self) -> bool:
@@ -440,7 +457,7 @@ class Session:
     # -- measuring -------------------------------------------------------------------------------------------
 
     def _start_measuring(self) -> None:
-        self._measuring, self._compute = Measuring(alone=True), None
+        self._measuring, self._compute, self.trial = Measuring(alone=True), None, None
         self.round.vote = 0
         self.round.settle()
         self._take_up()
@@ -549,6 +566,34 @@ class Session:
         else:
             self.plan = replace(self.plan, profile=profile)
             self.times.restart()
+
+    # -- the plan beside DDP's way ---------------------------------------------------------------------------
+
+    @property
+    def why_untried(self) -> str:
+        """Why no plan of this optimizer is timed beside DDP's way; "" if each is."""
+        if self.planner.schedule != "auto" or not self._adapts:
+            return "the schedule or its profile was given"
+        if self.mode.prepares_together:
+            return "gather='parameters' moves optimizer state with each plan"
+        if self.round.residuals.params:
+            return "quantised gradients move their residuals with each plan"
+        return ""
+
+    def _end_turn(self) -> None:
+        """End a turn of the trial, and take the plan into use that is next, or that was the fastest."""
+        self.round.vote = 0  # a trial ends before other votes count
+        medians = self.backend.ranks.all_values(None if self.round.joined else self.times.median_step())
+        trial, self.trial = self.trial, None
+        if None in medians:
+            plan = trial.plans[0] if trial is not None else self.plan
+            self.times.restart()
+        else:
+            self.trial = trial or Trial([self.plan, *self.planner.like_ddp(self.plan)])
+            self.trial.end_turn(max(medians))
+            plan = self.trial.plans[self.trial.now]
+        if plan is not self.plan:
+            self._install_next(plan)
 
     # -- the end ---------------------------------------------------------------------------------------------
 

@@ -106,7 +106,9 @@ def job_of(options: argparse.Namespace) -> Job:
 VERSION = 1
 # Iterations between the check, which warms up too, and the first measurement. Ours profile, plan, profile
 # beside the traffic, plan again and look whether they were disturbed. Of these fifteen the check does three.
-SETTLE = {OURS: 13, ROUNDED: 16, LIMIT: 3}
+# A searched plan is then tried beside DDP's way.
+SETTLE = {OURS: 13, ROUNDED: 30, LIMIT: 3}
+TRIAL = 14
 ENOUGH = 2  # repetitions before a slow peer is given up
 TRIES = 4  # of one measurement, as long as others on the physical machine disturb it
 MEMORY_SHARE = 0.8  # of the free memory; beyond it baselines are started one at a time
@@ -267,7 +269,7 @@ class Comparison:
             if row.reason:
                 row.status = WRONG
                 return
-        if settle := SETTLE.get(row.kind, 0):
+        if settle := SETTLE.get(row.kind, 0) + TRIAL * row.searches:
             ranks.call("block", settle - 1, 1)
 
     def _time(self, row: Row, ranks: RankSet) -> None:

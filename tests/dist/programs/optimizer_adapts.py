@@ -6,17 +6,20 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from pytest import approx
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import commsched as hvd
 from commsched.backends import cpu, interface
 from commsched.collectives import operations
-from commsched.optimizer import measuring, round as rounds
+from commsched.optimizer import measuring, planner, round as rounds
 from commsched.optimizer.session import SAMPLES, WARM_UP, Session
 from scheduler.ir.profile import Profile
 from tests.support.cases import Me, case, main
@@ -265,6 +268,33 @@ def ranks_that_read_late_gradients_and_those_that_agree_do_not_wait_for_each_oth
     for _ in range(3):
         train(late=False)
     release(twin.optimizer)
+
+
+@case(ranks=(2, 3))
+@only_pauses_take_time()
+def a_searched_plan_that_is_slower_than_ddps_way_gives_way_to_it(me: Me) -> None:
+    """The planner is made to choose no overlap; a step takes as long as is said here of plans with so many buckets."""
+    with patch.object(planner, "DDP_BYTES", (1000, 600)):
+        for pauses, turns in (
+            ({1: 0.05, 2: 0.04, 3: 0.03}, [1, 2, 3, 1, 3]),
+            ({1: 0.03, 2: 0.04, 3: 0.05}, [1, 2, 3, 1]),
+        ):
+            twin = Twin(me, Stack, schedule="auto", planned=False, bucket_mb=None, lag=0.0)
+            session, seen = twin.optimizer._session, []
+            session.planner.policy, session._repeats = "sequential", 0
+            while session.trial is None or not session.trial.over or session._next is not None:
+                seen.append(len(session.plan.program.buckets))
+                twin.model.pause = pauses[seen[-1]]
+                train(twin, range(len(seen), len(seen) + 1))
+                assert len(seen) < 60, "no plan was found the fastest"
+            told = hvd.explain(twin.optimizer, show=False)
+            assert [number for number, _ in groupby([*seen, len(told.buckets)])] == turns, (seen, told.trial)
+            assert [seconds for _, seconds in told.tried] == approx([3 * pauses[n] for n in (1, 2, 3)], rel=0.01)
+            used = "3 all-reduces of up to 0.00 MiB" if turns[-1] == 3 else "the searched plan"
+            assert told.trial.endswith(f": {used} is used") and told.trial in str(told), told.trial
+            assert me.everybody(f"{seen} {told.hash}") == [f"{seen} {told.hash}"] * me.size
+            train(twin, range(100, 102))
+            twin.end(must_have_waited=False)
 
 
 class Table(Stack):

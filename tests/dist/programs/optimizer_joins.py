@@ -7,12 +7,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 import commsched as hvd
+from commsched.optimizer import planner
+from commsched.optimizer.session import TURN
 from tests.support.cases import Me, case, main
 from tests.support.oracle import assert_close, fingerprint, release, seeded, terms_of, values
 from tests.support.reference_run import momentum, searching
@@ -140,6 +143,31 @@ def votes_for_a_new_plan_work_while_ranks_have_joined(me: Me) -> None:
     epoch(me, pair, step, [2] + [12] * (me.size - 1))
     assert session.times.patience > patience, "no new plan"
     pair.end("voted")
+
+
+@case(ranks=(2, 3))
+def a_trial_of_plans_is_broken_off_by_a_join_and_made_later(me: Me) -> None:
+    """Steps without some ranks take another time, so the searched plan is used until all are there again."""
+    with patch.object(planner, "DDP_BYTES", (1 << 14, 1 << 13)):
+        pair = Pair(planned=False, schedule="auto", bucket_mb=None)
+        session, step = pair.optimizer._session, 0
+        session._repeats = 0
+        session.times.median_step = lambda: 2.0 if session.plan.program.policy == "optimal" else 1.0
+        while session.trial is None:
+            epoch(me, pair, step, [1] * me.size)
+            step += 1
+            assert step < 60, "no trial has begun"
+        epoch(me, pair, step, [1] + [4 * TURN] * (me.size - 1))
+        step += 4 * TURN
+        assert session.trial is None and session.plan.program.policy == "optimal", session.plan
+        while session.trial is None or not session.trial.over or session._next is not None:
+            epoch(me, pair, step, [1] * me.size)
+            step += 1
+            assert step < 120, "it has not been made later"
+        assert session.plan.program.policy == "wfbp", session.plan
+        told = f"{step} {session.plan.program.hash}"
+        assert me.everybody(told) == [told] * me.size
+        pair.end("tried")
 
 
 @case(ranks=(2, 3))
