@@ -24,13 +24,14 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from contextlib import closing, contextmanager, nullcontext
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from commsched.collectives.job import init, rank, shutdown, size
 from commsched.collectives.operations import allgather_object
 from commsched.elastic.guardian import killed_when_stopped
 from commsched.elastic.state import State
+from commsched.elastic.virtual import VirtualRanks
 from commsched.env import settings
 from commsched.errors import CheckpointError, CommError, HostsUpdatedInterrupt
 from commsched.optimizer.distributed import lasting
@@ -47,27 +48,48 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
+@overload
 def run(
     func: Callable[Concatenate[Any, _Arguments], _Result],
-) -> Callable[Concatenate[Any, _Arguments], _Result]:
+) -> Callable[Concatenate[Any, _Arguments], _Result]: ...
+
+
+@overload
+def run(*, virtual_ranks: int, seed: int = 0) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+
+
+def run(func: Any = None, *, virtual_ranks: int | None = None, seed: int = 0) -> Any:
     """Decorate a training function whose first argument is a ``State``: it is called again when ranks change.
 
     Before each call all ranks get the state of rank 0. A rank must not call collectives before the function:
     the others may be in it. ``DistributedOptimizer`` may be made before.
+
+    With ``@run(virtual_ranks=8)`` each step is that of 8 ranks, over which the function loops with
+    ``virtual_ranks(state)``: the parameters do not depend on the ranks that there are. ``seed`` is that of
+    the virtual ranks' random numbers.
     """
+    if func is None:
+        return functools.partial(run, virtual_ranks=virtual_ranks, seed=seed)
+    if virtual_ranks is not None and virtual_ranks < 1:
+        raise ValueError(f"virtual_ranks must be at least 1, got {virtual_ranks}")
 
     @functools.wraps(func)
-    def wrapper(state: Any, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
         elastic = detect_launch(os.environ, settings().launcher).elastic
         failures = _Failures(state)
         is_reset, can_skip = False, False
-        with _notified_of_hosts(state, elastic), killed_when_stopped() if elastic else nullcontext():
+        virtual = VirtualRanks(state, virtual_ranks, seed) if virtual_ranks else None
+        with (
+            closing(virtual) if virtual else nullcontext(),
+            _notified_of_hosts(state, elastic),
+            killed_when_stopped() if elastic else nullcontext(),
+        ):
             while True:
                 try:
                     failures.check()
                     if is_reset:
                         state.on_reset()
-                    _begin(state, can_skip)
+                    _begin(state, can_skip, virtual)
                     return _called(func, state, *args, **kwargs)
                 except HostsUpdatedInterrupt as interrupt:
                     can_skip = _ended_in_order(state, failures, elastic) and interrupt.skip_sync
@@ -127,16 +149,20 @@ def _commits(state: Any) -> int | None:
     return getattr(state, "_commits", None)
 
 
-def _begin(state: Any, can_skip: bool) -> None:
+def _begin(state: Any, can_skip: bool, virtual: VirtualRanks | None) -> None:
     """Give all ranks one state, and connect the optimizers. Collective."""
-    every = allgather_object((can_skip, lasting.described()), "commsched.elastic")
+    asked = [["virtual ranks", virtual.count, virtual.seed]] if virtual else []
+    every = allgather_object((can_skip, asked + lasting.described()), "commsched.elastic")
     differ = [rank for rank, (_, optimizers) in enumerate(every) if optimizers != every[0][1]]
     if differ:
         raise ValueError(
             "all ranks must have made the same optimizers before the function of elastic.run, but rank 0 has"
             f" {every[0][1]} and rank {differ[0]} has {every[differ[0]][1]} (class, number of parameters);"
-            " make them where every rank does, or inside of the function"
+            " make them where every rank does, or inside of the function, with the same virtual_ranks="
         )
+    optimizers = lasting.set_virtual_ranks(virtual.count if virtual else 0)
+    if virtual:
+        virtual.connect(optimizers)
     if not all(skips for skips, _ in every):  # a new rank has nothing yet
         state.sync()
     lasting.connect()

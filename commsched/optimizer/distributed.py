@@ -172,9 +172,12 @@ class LastingOptimizers:
         self._made: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self.running = False  # within the user's function
+        self.virtual_ranks = 0  # of that function
 
     def takes(self, wrapped: Any) -> bool:
         """Note a new optimizer; return whether ``connect()`` will connect it, and its maker must not."""
+        if self.running and self.virtual_ranks:
+            raise ValueError("with virtual ranks, make DistributedOptimizer before elastic.run's function")
         if self.running:
             return False
         self._made[next(self._numbers)] = wrapped
@@ -191,6 +194,13 @@ class LastingOptimizers:
             [type(one).__name__, sum(len(group["params"]) for group in one.param_groups)]
             for one in self._alive()
         ]
+
+    def set_virtual_ranks(self, count: int) -> list[Any]:
+        """Let all expect sums over virtual ranks, or, with 0, none; return them. Collective."""
+        self.virtual_ranks, alive = count, self._alive()
+        for one in alive:
+            one.set_virtual_ranks(count)
+        return alive
 
     def connect(self) -> None:
         """Connect all to the job as it is now. Collective."""

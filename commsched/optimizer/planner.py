@@ -73,6 +73,13 @@ class Options:
     groups: list[list[int]] | None = None
     sparse_as_dense: bool = False
     row_sparse: bool | str = "auto"
+    # With virtual ranks (``commsched.elastic``): what their sum is divided by. 0: there are none.
+    virtual_divisor: int = 0
+
+    def for_virtual_ranks(self, count: int) -> Options:
+        """Return the options that put together the ranks' parts of sums, after the backward."""
+        by, plain = 1 if self.sums else count, {"schedule": "auto", "profile": None, "groups": None}
+        return replace(self, sums=True, row_sparse=False, virtual_divisor=by, **plain)  # type: ignore[arg-type]
 
     def for_other_params(self, before: Sequence[nn.Parameter], now: Sequence[nn.Parameter]) -> Options:
         """Return the options for other parameters, without the program or profile of these."""
@@ -473,19 +480,23 @@ def register_whole_matrix(cls: type[Optimizer], cost: Cost = matrix_products) ->
     return register_separable(cls)
 
 
-def owners_of(cls: type[Optimizer], params: Sequence[nn.Parameter], backend: Backend) -> list[int] | None:
+def owners_of(
+    cls: type[Optimizer], params: Sequence[nn.Parameter], backend: Backend, virtual: bool = False
+) -> list[int] | None:
     """Return the owner rank of each parameter; None for optimizers that update every element by itself.
 
+    With ``virtual`` ranks these have owners, too: torch's vector instructions may round otherwise than what
+    updates the elements that are left at a tensor's end, so bits would depend on where shards end.
     Collective: raises ``CommError`` unless all ranks find the same owners.
     """
-    if cls not in WHOLE or cls in ELEMENTWISE:
+    if not virtual and (cls not in WHOLE or cls in ELEMENTWISE):
         return None
     if not backend.uneven_parts:
         raise ValueError(
             f"gather='parameters' with {cls.__name__} gives each rank whole parameters, and {backend.name}"
             " moves parts of equal length only; use gather='gradients', or transport='direct' on CPUs"
         )
-    owners = balanced([WHOLE[cls](p.shape) for p in params], backend.ranks.size)
+    owners = balanced([WHOLE.get(cls, elements)(p.shape) for p in params], backend.ranks.size)
     digest = hashlib.sha256(str(owners).encode()).hexdigest()[:16]
     backend.ranks.agree("the owners of the parameters", digest, "register the same cost on every rank")
     return owners
@@ -863,7 +874,8 @@ class Planner:
     @property
     def adapts(self) -> bool:
         """Whether plans come from times measured in this run."""
-        return isinstance(self.schedule, str) and self.given is None
+        asked = self._asked
+        return isinstance(self.schedule, str) and self.given is None and not asked.virtual_divisor
 
     def send_by_rows(self, params: Sequence[nn.Parameter], modules: Sequence[Owner]) -> None:
         """Let embeddings travel by rows, where the arguments ask for it and it may pay."""

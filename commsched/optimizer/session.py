@@ -180,7 +180,8 @@ class Session:
         outside = [p for p in optimizer._every_param() if id(p) not in planned]
         names = [known[p] for p in (*params, *outside)]
         sharded = options.gather == "parameters"
-        self._owners = owners_of(optimizer._base, params, backend) if sharded else None
+        virtual = bool(options.virtual_divisor)
+        self._owners = owners_of(optimizer._base, params, backend, virtual) if sharded else None
         model = Model.of(params, names[: len(params)], options.wire_dtype)
         modules = owners(params, optimizer._model)
         frozen = Model.of(outside, names[len(params) :]).fingerprint

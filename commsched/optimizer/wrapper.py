@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from commsched.backends.ranks import empty_rows
 from commsched.collectives.carrier import carrier_or_none, epoch
-from commsched.collectives.job import ProcessSet
+from commsched.collectives.job import ProcessSet, global_process_set
 from commsched.collectives.operations import (
     Adasum,
     Sum,
@@ -106,6 +106,8 @@ class DistributedMethods(Optimizer):
     _released = _closed = False
     _plain_step: Any = None  # the step() that a scheduler had put into the instance before it was wrapped
     backward_passes_per_step = 1
+    _ordinary: Options | None = None  # the options that were asked for, in the place of virtual ranks'
+    _is_summed = False  # with virtual ranks: the gradients are their sums, and no step has used them
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -120,6 +122,12 @@ class DistributedMethods(Optimizer):
         hyperparameters of this call. Every access to such a parameter waits for the update.
         """
         self._check_connected()
+        if self._options.virtual_divisor and not self._is_summed:
+            raise ValueError(
+                "with elastic.run(virtual_ranks=...) each step() needs new gradients of all virtual ranks:"
+                " compute them in 'for v in hvd.elastic.virtual_ranks(state):', to the end of that loop"
+            )
+        self._is_summed = False
         if self._synchronized and not self._skip:
             again = "they are reduced again" if self._unplanned else "Horovod would reduce them again"
             warnings.warn(
@@ -313,8 +321,8 @@ class DistributedMethods(Optimizer):
             )
         if self._unplanned is not None or self._options.sums:
             raise ValueError(
-                "weighted() divides by the samples of all ranks, but op=Sum, Adasum and gradients that are"
-                " reduced without a plan are not divided; use op=Average with a plan"
+                "weighted() divides by the samples of all ranks, but op=Sum, Adasum, virtual ranks and"
+                " gradients that are reduced without a plan are not divided so; use op=Average with a plan"
             )
         if self._session is not None:
             self._session.mode.refuse_early("weighted()")
@@ -354,7 +362,7 @@ class DistributedMethods(Optimizer):
                 "Adasum combines updates, so there are no reduced gradients to clip; clip those of each rank"
                 " with torch.nn.utils.clip_grad_norm_()"
             )
-        if self._shards is not None:
+        if self._shards is not None and not self._options.virtual_divisor:  # norms of shards round otherwise
             with self._sent():
                 return self._shards.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         if self._unplanned is not None:
@@ -479,6 +487,8 @@ class DistributedMethods(Optimizer):
             else:
                 self._session = Session(self)
         self.set_backward_passes_per_step(self.backward_passes_per_step)
+        if self._session is not None and self._options.virtual_divisor:
+            self._session.round.local_only = True  # ``elastic.virtual_ranks`` takes what backwards compute
         self._job = epoch()
 
     def disconnect(self, wait: bool) -> None:
@@ -494,6 +504,25 @@ class DistributedMethods(Optimizer):
         if not wait:
             self._samples = 0
             self._base.zero_grad(self)
+
+    def set_virtual_ranks(self, count: int) -> None:
+        """Expect gradients that ``elastic.virtual_ranks`` has summed over so many virtual ranks; 0: none.
+
+        Collective: an optimizer that is connected gets other connections in ``resume()``.
+        """
+        asked = self._ordinary or self._options
+        other = asked.wire_dtype or asked.early_step or asked.predivide != 1 or self._make_unplanned
+        some = asked.process_set is not global_process_set or any(p.is_complex() for p in self._every_param())
+        if count and (other or some):
+            raise ValueError(
+                f"virtual ranks need exact sums over all ranks, but this {self._base.__name__} was wrapped"
+                " with compression=, early_step=, gradient_predivide_factor=, process_set=, op=Adasum or"
+                " transport='plain', or has complex parameters; leave these out"
+            )
+        options = asked.for_virtual_ranks(count) if count else asked
+        if options != self._options:
+            self.disconnect(wait=True)
+        self._options, self._ordinary = options, asked if count else None
 
     def _check_connected(self) -> None:
         current = carrier_or_none()
