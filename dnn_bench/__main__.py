@@ -21,6 +21,7 @@ COMMANDS = {
         "reduce-scatter, all-gather, all-reduce over every transport",
     ),
     "converge": ("dnn_bench.converge", "real training with every schedule: loss curves and accuracy"),
+    "faults": ("dnn_bench.faults", "elastic training on emulated hosts while ranks, links and disks fail"),
     "pipeline": ("dnn_bench.pipeline.cli", "pipelines of any schedule, and torch's beside them"),
     "report": ("dnn_bench.report.page", "a page with charts from saved comparisons"),
     "picture": ("dnn_bench.report.page:picture", "steps of a saved comparison, one above the other, as SVG"),

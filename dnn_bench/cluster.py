@@ -70,6 +70,7 @@ class Cluster:
         self.congestion = congestion
         self._with_ssh = ssh
         self._has_ssh = False
+        self._servers: list[Process] = []  # each host's sshd
         self._closed = True
         self._owner = os.getpid()
         self._processes: list[Process] = []
@@ -152,10 +153,11 @@ class Cluster:
             return
         require(TOOLS)
         namespaces = [self._namespace(host) for host in range(len(self))]
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60  # a busy machine
         for host, argv in enumerate(prepare(self._state, namespaces, self.addresses)):
             with (self._state / f"sshd_{host}.log").open("w+") as log:
                 server = self.run(host, argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                self._servers.append(server)
                 while not is_listening(server.pid):
                     if server.poll() is not None or time.monotonic() > deadline:
                         log.seek(0)
@@ -172,8 +174,26 @@ class Cluster:
             self._shape(host, again=True)
 
     def cut(self, host: int) -> None:
-        """Unplugs a host at the switch, for good: its own interface stays up, and nobody is told."""
+        """Unplugs a host at the switch: its own interface stays up, and nobody is told."""
         command(["ip", "-n", f"{self.identity}-sw", "link", "set", f"port{host}", "nomaster"])
+
+    def mend(self, host: int) -> None:
+        """Plugs a host in again after `cut`."""
+        command(["ip", "-n", f"{self.identity}-sw", "link", "set", f"port{host}", "master", "bridge"])
+
+    def mute(self, host: int, hosts: Sequence[int], muted: bool = True) -> None:
+        """Lose what a host sends to others, which it hears all the same; with `muted=False` no more.
+
+        The host takes a card that nobody has for theirs.
+        """
+        place = ["ip", "-n", self._namespace(host), "neighbour", "replace" if muted else "delete"]
+        nobody = ["lladdr", "02:00:00:00:00:00", "nud", "permanent"] if muted else []
+        for other in set(hosts) - {host}:
+            command([*place, self.addresses[other], "dev", DEVICE, *nobody])
+
+    def inside(self, host: int, argv: Sequence[str]) -> str:
+        """Runs a short command where programs run that come by ssh: among other things, with their mounts."""
+        return command(["nsenter", "-t", str(self._servers[host].pid), "-m", "-n", "--", *argv])
 
     def hosts_argument(self, slots: int = 1) -> str:
         """`host0:1,host1:1`, for `horovodrun -H` and `mpirun -H`."""
@@ -346,7 +366,8 @@ def links(spec: str | Sequence[str], hosts: int, delay: str | None = None) -> li
 # -- an sshd per emulated host, with a throwaway key that only the cluster's hosts know ----------------------
 
 # `ip netns exec` lays /etc/netns/NAME/* over /etc, so inside a host plain `ssh host1` finds the key and the
-# settings, and nothing outside the cluster is touched.
+# settings, and nothing outside the cluster is touched. ServerAlive ends the wait for a program on a host that
+# is cut off: horovodrun's driver would wait for ever.
 
 TOOLS = ("sshd", "ssh", "ssh-keygen")
 CLIENT = """Host *
@@ -357,6 +378,8 @@ CLIENT = """Host *
   UserKnownHostsFile /dev/null
   LogLevel ERROR
   ConnectTimeout 10
+  ServerAliveInterval 2
+  ServerAliveCountMax 3
 """
 SERVER = """ListenAddress {address}
 HostKey {key}

@@ -133,6 +133,7 @@ SIZES: dict[str, dict[str, Value]] = {
         "--warmup": "1",
         "--iterations": "1",
     },
+    "faults": {"--faults": "2", "--only": "kill,back"},
     "synthetic": {"--num-warmup-batches": "1", "--num-iters": "1", "--batch-size": "4"},
     "train": {"--steps": "3", "--epochs": "1", "--image-size": "64", "--rows": "24"},
     "profile": {"--repeat": "1", "--image-size": "64"},
