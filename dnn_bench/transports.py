@@ -38,6 +38,11 @@ class Collectives:
         return tensor.view(self.size, -1)[self.rank]
 
 
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return fifty parts; each that would be empty is a number outside of the tensor."""
+    return [part if len(part) else tensor.new_zeros(1) for part in tensor.tensor_split(PARTS)]
+
+
 class Gloo(Collectives):
     """torch.distributed's own collectives over gloo."""
 
@@ -53,7 +58,7 @@ class Gloo(Collectives):
         dist.all_reduce(tensor)
 
     def all_reduce_50(self, tensor: Tensor) -> None:
-        for work in [dist.all_reduce(part, async_op=True) for part in tensor.chunk(PARTS)]:
+        for work in [dist.all_reduce(part, async_op=True) for part in parts_of(tensor)]:
             work.wait()
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -77,7 +82,7 @@ class Horovod(Collectives):
 
     def all_reduce_50(self, tensor: Tensor) -> None:
         ranks = self.ranks
-        parts = enumerate(tensor.chunk(PARTS))
+        parts = enumerate(parts_of(tensor))
         for handle in [ranks.allreduce_async_(part, op=ranks.Sum, name=f"part {i}") for i, part in parts]:
             ranks.synchronize(handle)
 

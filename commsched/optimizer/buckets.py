@@ -2,9 +2,10 @@
 
 Each group (dtype and device) has one flat buffer. It holds the parameters in the order in which the buckets
 name them, each contiguous, so that ``p.grad`` is a view even when a tensor is split over several buckets. A
-bucket is a slice whose length is a multiple of the number of ranks: shard r of it belongs to rank r. Where
-parameters have owners, a bucket holds the parameters of rank 0, then those of rank 1 and so on, and its
-shards differ in length. A bucket of rows has any length: row k of it belongs to rank k modulo the ranks.
+bucket is a slice whose length is a multiple of the number of ranks: shard r of it belongs to rank r. Shards
+are equally long, or as long as ``shares`` say. Where parameters have owners, a bucket holds the parameters of
+rank 0, then those of rank 1 and so on. A bucket of rows has any length: row k of it belongs to rank k modulo
+the ranks.
 
 Of a tied weight the head's part of the gradient is sent before the whole gradient is there. Both have memory:
 the part among the other gradients, where the sum will be, and the whole gradient in buckets of rows, of which
@@ -16,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
+from math import lcm
 from typing import Any
 
 import torch
@@ -97,6 +99,7 @@ def build_layout(
     rows: Mapping[int, int] | None = None,
     alignment: Mapping[int, int] | None = None,
     heads: Mapping[int, int] | None = None,
+    shares: Sequence[int] = (),
 ) -> Layout:
     """Return slots and slices for buckets whose pieces name parameters by index and bytes.
 
@@ -105,7 +108,7 @@ def build_layout(
     elements of a row of each parameter that travels by rows, which is alone in its group and is cut between
     rows. Tensors and shards start at multiples of ``ALIGN`` elements, or of the group's ``alignment``.
     ``heads`` has the parameter of each tensor that is a tied weight's part. Parameters without elements have
-    no slot.
+    no slot. ``shares``: of each rank, how long its shard is in relation to the others; empty: as long.
     """
     layout = Layout({}, [Slice(number, bucket.group, 0, 0) for number, bucket in enumerate(buckets)], {})
     numbered = sorted(enumerate(buckets), key=lambda item: item[1].group)
@@ -116,7 +119,7 @@ def build_layout(
         if rows and first in rows:
             _lay_out_rows(layout, group, members, numels[first], itemsizes[first], rows[first])
         elif owners is None:
-            _lay_out_group(layout, group, members, numels, itemsizes, ranks, align)
+            _lay_out_group(layout, group, members, numels, itemsizes, ranks, align, shares)
         else:
             _check_whole(buckets, numels, itemsizes)
             _lay_out_owned(layout, group, members, numels, owners, ranks, align)
@@ -191,6 +194,7 @@ def _lay_out_group(
     itemsizes: Sequence[int],
     ranks: int,
     align: int,
+    shares: Sequence[int],
 ) -> None:
     unit = ranks * align
     start = 0
@@ -208,10 +212,25 @@ def _lay_out_group(
             stop = min(start + max(1, (cursor - start) // unit) * unit, start + _round_up(end - start, unit))
         else:
             stop = start + _round_up(cursor - start, unit)
-        layout.slices[number] = Slice(number, group, start, stop)
+        layout.slices[number] = Slice(number, group, start, stop, ends=_ends(stop - start, shares, align))
         start = stop
     layout.lengths[group] = start
     _register(layout, group)
+
+
+def shares_by_host(hosts: Sequence[int]) -> tuple[int, ...]:
+    """Return shares with which the ranks of each host own as much of a bucket as those of any other host.
+
+    ``hosts``: of each rank. Empty where equal shards do that. Between hosts, RS moves what other hosts own,
+    and AG what this host owns: of H hosts, one that owns more than 1/H sends more than the others.
+    """
+    counts = [list(hosts).count(host) for host in hosts]
+    return () if len(set(counts)) == 1 else tuple(lcm(*counts) // count for count in counts)
+
+
+def _ends(numel: int, shares: Sequence[int], align: int) -> tuple[int, ...]:
+    """Return where each rank's shard of a bucket ends, a multiple of ``align``."""
+    return tuple(numel // align * share // sum(shares) * align for share in accumulate(shares))
 
 
 def _place(

@@ -176,13 +176,19 @@ class Model:
         """Return whether the buckets of a group travel in blocks of bytes."""
         return self.groups.index(group) in self.quantised
 
-    def layout(self, buckets: Sequence[Bucket], ranks: int, owners: Sequence[int] | None = None) -> Layout:
-        """Return the places of the gradients in buckets that name parameters."""
+    def layout(
+        self,
+        buckets: Sequence[Bucket],
+        ranks: int,
+        owners: Sequence[int] | None = None,
+        shares: Sequence[int] = (),
+    ) -> Layout:
+        """Return the places of the gradients in buckets that name parameters; see ``build_layout``."""
         blocks = {group: BLOCK for group in set(self.groups) if self.quantises(group)}
         rows = {i: row.elements for i, row in self.rows.items()}
         numels = [self.numels[self.param(i)] for i in self.layers]
         heads = {self.head_of[i]: i for i in self.heads if i in self.rows}
-        return build_layout(numels, self.itemsizes, buckets, ranks, owners, rows, blocks, heads)
+        return build_layout(numels, self.itemsizes, buckets, ranks, owners, rows, blocks, heads, shares)
 
     @property
     def itemsizes(self) -> list[int]:

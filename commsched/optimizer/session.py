@@ -52,10 +52,11 @@ from commsched.backends.interface import Backend, Scaling
 from commsched.backends.ranks import Ranks, ranks_text
 from commsched.collectives.job import local_rank
 from commsched.collectives.joins import register_joiner
+from commsched.collectives.private_groups import hosts_of
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.optimizer.agreement import Agreement
-from commsched.optimizer.buckets import Buffers
+from commsched.optimizer.buckets import Buffers, shares_by_host
 from commsched.optimizer.gradient import Residuals
 from commsched.optimizer.hooks import Hooks, TiedWeights, owners
 from commsched.optimizer.measuring import (
@@ -182,6 +183,9 @@ class Session:
         sharded = options.gather == "parameters"
         virtual = bool(options.virtual_divisor)
         self._owners = owners_of(optimizer._base, params, backend, virtual) if sharded else None
+        # With gather="parameters", ranks share the updates and the optimizer's state equally.
+        by_host = backend.name == "tiers" and not sharded
+        self._shares = shares_by_host(hosts_of(ranks.process_set)) if by_host else ()
         model = Model.of(params, names[: len(params)], options.wire_dtype)
         modules = owners(params, optimizer._model)
         frozen = Model.of(outside, names[len(params) :]).fingerprint
@@ -316,7 +320,7 @@ class Session:
     def install(self, plan: Plan) -> None:
         self.plan = plan
         model = self.planner.model
-        layout = model.layout(plan.buckets(model), self.backend.ranks.size, self._owners)
+        layout = model.layout(plan.buckets(model), self.backend.ranks.size, self._owners, self._shares)
         kinds = {group: (model.kind(group), self.backend.device) for group in layout.lengths}
         self.round.install(plan.program, Buffers(layout, kinds, self.backend.room))
         self.times.restart()

@@ -6,7 +6,7 @@ at that action that names the way out. Never another number, never a hang.
     python -m tests.checker --programs 20000 --jobs 2              # ranks are threads; prints the seeds
     python -m tests.checker --programs 3000 --processes            # real ranks, over the real transports
     python -m tests.checker --programs 500 --processes --ranks 3
-    python -m tests.checker --programs 500 --processes --ranks 4 --hosts 2    # two hosts, as their launcher tells
+    python -m tests.checker --programs 500 --processes --ranks 4 --hosts 2    # two hosts, says the launcher
     python -m tests.checker --replay SEED --shrink                 # one program, reduced to what matters
 
 What plain PyTorch with averaged gradients does (``plain.py``):

@@ -1,6 +1,6 @@
 """Ranks that exchange in two tiers, without an optimizer.
 
-`tier_ranks.py traffic MEGABYTES TIMES` counts bytes. With `RS` and `AG`, the last rank is killed before that
+`tier_ranks.py traffic MEGABYTES TIMES` counts bytes of RS, then of AG, of a bucket in an optimizer's layout. With `RS` and `AG`, the last rank is killed before that
 operation of its second step; with `any`, ranks make steps until one is killed from outside. Every other rank
 prints the error with which it ends.
 """
@@ -17,7 +17,10 @@ import torch
 import comm_core
 import commsched as hvd
 from commsched.backends.cpu import make_transport
+from commsched.collectives.private_groups import hosts_of
 from commsched.env import settings
+from commsched.optimizer.buckets import build_layout, shares_by_host
+from scheduler.ir.buckets import Bucket, Piece
 
 
 def sent_bytes() -> int:
@@ -28,16 +31,21 @@ def sent_bytes() -> int:
 
 def measure(transport: comm_core.Transport, megabytes: int, times: int) -> None:
     """Print the bytes by which the host's counter grows; ranks of one host read the same counter."""
-    data = torch.ones((megabytes << 20) // 4)
-    hvd.barrier()
-    before = sent_bytes()
-    hvd.barrier()
-    for step in range(times):
-        data.fill_(1.0)
-        transport.all_reduce(data, step=step)
-    hvd.barrier()
+    numel = (megabytes << 20) // 4
+    whole = Bucket((Piece(0, 0, 4 * numel),))
+    layout = build_layout([numel], [4], [whole], hvd.size(), shares=shares_by_host(hosts_of()))
+    data, ends = torch.ones(layout.lengths[0]), layout.slices[0].ends
+    for operation in (transport.reduce_scatter, transport.all_gather):
+        hvd.barrier()
+        before = sent_bytes()
+        hvd.barrier()
+        for step in range(times):
+            if operation == transport.reduce_scatter:
+                data.fill_(1.0)
+            operation(data, step=step, ends=ends)
+        hvd.barrier()
+        print(f"sent {sent_bytes() - before}", flush=True)
     assert bool((data == hvd.size()).all())
-    print(f"sent {sent_bytes() - before}", flush=True)
     hvd.barrier()
 
 

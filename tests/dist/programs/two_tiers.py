@@ -111,6 +111,28 @@ def gathered_parameters_are_equal_everywhere(me: Me) -> None:
         assert len(set(me.everybody(fingerprint(model)))) == 1
 
 
+@case(ranks=(3,))
+def a_host_of_more_ranks_owns_no_more_of_a_bucket(me: Me) -> None:
+    """On shards, its ranks update a part each."""
+    truth = expected(me, mlp, 6)
+    for gather, ends in (("gradients", (0.25, 0.5, 1.0)), ("parameters", (1 / 3, 2 / 3, 1.0))):
+        model = seeded(mlp)
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model), model.named_parameters(), schedule="dear", gather=gather
+        )
+        for step in range(6):
+            loss(model, me.rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for piece in optimizer._session.round.buffers.layout.slices:
+            shards = [piece.shard(rank, me.size)[1] - piece.start for rank in range(me.size)]
+            assert all(abs(at - end * piece.numel) < 16 for at, end in zip(shards, ends, strict=True)), piece
+        optimizer.state_dict()
+        optimizer.close()
+        if gather == "gradients":
+            assert_same_bits(model, truth)
+
+
 @case(ranks=(4, 3))
 def both_links_are_timed_alone_and_together(me: Me) -> None:
     """Where hosts have different numbers of ranks, only together."""

@@ -1,5 +1,7 @@
 """Bandwidth definitions, fits, and the check that comes before any timing."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -65,6 +67,23 @@ def test_wrong_results_are_found_before_timing(operation: str) -> None:
     measure.check(Alone(broken=False), operation, 20)
     with pytest.raises(measure.WrongResult, match=rf"{operation} of 20 numbers on 2 ranks: element \d+ is"):
         measure.check(Alone(broken=True), operation, 20)
+
+
+@pytest.mark.parametrize("count", [16, 50, 64, 120, 1000])
+def test_fifty_operations_are_fifty(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`chunk(50)` makes 16 parts of 16 numbers, and 32 of 64."""
+    sent: list[int] = []
+
+    def all_reduce(part: torch.Tensor, async_op: bool) -> SimpleNamespace:
+        sent.append(part.numel())
+        part += 1
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(measure.dist, "all_reduce", all_reduce)
+    tensor = torch.zeros(count)
+    measure.Gloo.all_reduce_50(SimpleNamespace(), tensor)  # type: ignore[arg-type]
+    assert len(sent) == 50 and min(sent) > 0
+    assert torch.equal(tensor, torch.ones(count))  # each number once
 
 
 @pytest.mark.parametrize(

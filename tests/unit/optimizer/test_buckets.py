@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commsched.optimizer.buckets import ALIGN, Buffers, build_layout
+from commsched.optimizer.buckets import ALIGN, Buffers, build_layout, shares_by_host
 from commsched.optimizer.planner import balanced, whole_buckets
 from scheduler.ir.buckets import Bucket, Piece, check_cover, fuse_by_bytes
 
@@ -72,6 +72,27 @@ def test_shards_cut_a_slice_into_equal_parts(numels: list[int], seed: int, ranks
         assert shards[0][0] == piece.start and shards[-1][1] == piece.stop
         assert len({stop - start for start, stop in shards}) == 1
         assert all(a[1] == b[0] for a, b in zip(shards, shards[1:], strict=False))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    SIZES, st.integers(0, 10**6), st.sampled_from(["aaab", "aab", "aabc", "baab", "abbbbcc", "aabb", "ab"])
+)
+def test_hosts_own_as_much_of_a_slice_however_many_ranks_they_have(
+    numels: list[int], seed: int, hosts: str
+) -> None:
+    shares, ranks = shares_by_host(list(map(ord, hosts))), len(hosts)
+    assert bool(shares) == (len({hosts.count(host) for host in hosts}) > 1)
+    layout = build_layout(numels, [4] * len(numels), buckets_for(numels, seed), ranks, shares=shares)
+    equal = build_layout(numels, [4] * len(numels), buckets_for(numels, seed), ranks)
+    assert layout.slots == equal.slots
+    for piece in layout.slices:
+        shards = [piece.shard(rank, ranks) for rank in range(ranks)]
+        assert shards[0][0] == piece.start and shards[-1][1] == piece.stop
+        assert all(a[1] == b[0] and a[1] % ALIGN == 0 for a, b in pairwise(shards))
+        for host in set(hosts):
+            owned = sum(b - a for (a, b), of in zip(shards, hosts, strict=True) if of == host)
+            assert abs(owned - piece.numel / len(set(hosts))) <= hosts.count(host) * ALIGN
 
 
 def test_groups_have_buffers_of_their_own() -> None:
