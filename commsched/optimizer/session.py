@@ -24,7 +24,7 @@ Ranks that take turns of a trial count steps since a plan was installed, which i
 them; so they need no votes, and end each turn together. They exchange the medians of its steps, and the
 slowest rank's counts. Plans that reduce other buckets give the same bits, or the same up to rounding where a
 searched plan does too. So transports do not change: tiers add by host, and flat ones would give other bits.
-While a rank has joined, steps are no measure: the searched plan is used, and is tried anew later.
+While a rank has joined, steps are no measure: the searched plan is used, and the trial put off.
 """
 
 from __future__ import annotations
@@ -238,6 +238,7 @@ class Session:
         self._compute: float | None = None  # this rank's, as it was measured beside the traffic
         self._repeats = REPEATS
         self.trial: Trial | None = None  # of the plan that was searched last
+        self._try_after = TRY_AFTER
 
     def _start(self) -> None:
         if self._adapts:
@@ -425,7 +426,7 @@ class Session:
                 self.times.patience *= 2
                 self._repeats -= 1
                 self._start_measuring()
-            elif self.trial is None and self.times.has_timed(TRY_AFTER) and not self.why_untried:
+            elif self.trial is None and self.times.has_timed(self._try_after) and not self.why_untried:
                 return self._end_turn
         return None
 
@@ -462,7 +463,8 @@ class Session:
     # -- measuring -------------------------------------------------------------------------------------------
 
     def _start_measuring(self) -> None:
-        self._measuring, self._compute, self.trial = Measuring(alone=True), None, None
+        self._measuring, self._compute = Measuring(alone=True), None
+        self.trial, self._try_after = None, TRY_AFTER
         self.round.vote = 0
         self.round.settle()
         self._take_up()
@@ -592,7 +594,7 @@ class Session:
         trial, self.trial = self.trial, None
         if None in medians:
             plan = trial.plans[0] if trial is not None else self.plan
-            self.times.restart()
+            self._try_after += TRY_AFTER  # of the steps since this plan was installed
         else:
             self.trial = trial or Trial([self.plan, *self.planner.like_ddp(self.plan)])
             self.trial.end_turn(max(medians))

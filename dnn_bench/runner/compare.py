@@ -107,8 +107,8 @@ VERSION = 1
 # Iterations between the check, which warms up too, and the first measurement. Ours profile, plan, profile
 # beside the traffic, plan again and look whether they were disturbed. Of these fifteen the check does three.
 # A searched plan is then tried beside DDP's way.
-SETTLE = {OURS: 13, ROUNDED: 30, LIMIT: 3}
-TRIAL = 14
+SETTLE = {OURS: 13, ROUNDED: 40, LIMIT: 3}
+TRIAL = 24
 ENOUGH = 2  # repetitions before a slow peer is given up
 TRIES = 4  # of one measurement, as long as others on the physical machine disturb it
 MEMORY_SHARE = 0.8  # of the free memory; beyond it baselines are started one at a time

@@ -19,14 +19,15 @@ FOUND: list[tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]] = [
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_random_programs_have_found_on_real_ranks() -> None:
+@pytest.mark.parametrize(("transport", "ranks", "hosts"), [("direct", 2, 1), ("tiers", 4, 2)])
+def test_what_random_programs_have_found_on_real_ranks(transport: str, ranks: int, hosts: int) -> None:
     programs = [
         Program(
             1,
-            {**PLAINEST, "processes": True, **options},
+            {**PLAINEST, "processes": True, "transport": transport, "ranks": ranks, **options},
             tuple((action, salt, False, arguments) for salt, (action, arguments) in enumerate(steps)),
         )
         for options, steps in FOUND
     ]
-    failures = [failure for _, failure in run_in_processes(programs, 2)]
+    failures = [failure for _, failure in run_in_processes(programs, ranks, hosts)]
     assert failures == [None] * len(FOUND), failures

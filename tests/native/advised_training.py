@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from dnn_bench import models
 
-SETTLE = 12  # steps in which commsched measures and plans
+SETTLE = 40  # steps in which commsched measures, plans, and tries DDP's way
 BURN = """
 import os, sys, time
 os.sched_setaffinity(0, {int(sys.argv[1])})
@@ -32,7 +32,7 @@ def main() -> None:
     given = argparse.ArgumentParser(description=__doc__)
     given.add_argument("--model", default="mlp_tiny")
     given.add_argument("--batch-size", type=int, default=8)
-    given.add_argument("--steps", type=int, default=22)
+    given.add_argument("--steps", type=int, default=40)
     given.add_argument("--commsched", action="store_true", help="train with commsched instead of DDP")
     given.add_argument("--settle", type=int, default=SETTLE, help="steps that are not timed")
     given.add_argument("--disturbed-at", default="-1:0", metavar="STEP:CORE")

@@ -30,7 +30,7 @@ def main() -> None:
     given.add_argument("--seeds", type=int, default=20)
     options = given.parse_args()
     job = [SCRIPT, "--model", options.model, "--batch-size", options.batch_size, "--commsched"]
-    job += ["--steps", "46", "--settle", "30"]
+    job += ["--steps", "66", "--settle", "50"]
     steps = []
     with Cluster(2, options.link) as cluster:
 

@@ -11,7 +11,7 @@ import torch
 from commsched.optimizer.measuring import Sample
 from commsched.optimizer.planner import Model, Options, Plan, Planner, Trial
 from commsched.optimizer.reports import _trial_text, _tried
-from commsched.optimizer.session import Session
+from commsched.optimizer.session import TRY_AFTER, Session
 from scheduler import policies
 from scheduler.ir.link import Link
 
@@ -119,13 +119,8 @@ class Turns:
         self.round = SimpleNamespace(joined=joined, vote=7)
         self.backend = SimpleNamespace(ranks=SimpleNamespace(all_values=lambda own: [own, *self.others]))
         self.planner = SimpleNamespace(like_ddp=lambda plan: [DEFAULT, TUNED])
-        self.restarted = 0
-        self.times = SimpleNamespace(
-            median_step=lambda: mine[len(self.plan.program.buckets)], restart=self._restart
-        )
-
-    def _restart(self) -> None:
-        self.restarted += 1
+        self._try_after = TRY_AFTER
+        self.times = SimpleNamespace(median_step=lambda: mine[len(self.plan.program.buckets)])
 
     def _install_next(self, plan: Plan) -> None:
         self.plan = plan
@@ -150,7 +145,7 @@ def test_the_slowest_rank_counts_so_that_all_choose_alike() -> None:
     assert (
         rank.trial is not None and rank.trial.over and rank.trial.seconds == [[2.0, 2.0], [1.2, 1.2], [1.8]]
     )
-    assert rank.round.vote == 0 and not rank.restarted
+    assert rank.round.vote == 0 and rank._try_after == TRY_AFTER
 
 
 @pytest.mark.parametrize("joined", [True, False])
@@ -159,8 +154,9 @@ def test_while_a_rank_has_joined_the_searched_plan_is_used(joined: bool) -> None
     assert rank.end_turn(1.0) is DEFAULT
     rank.round.joined = joined
     assert rank.end_turn(1.0 if joined else None) is SEARCHED
-    assert rank.trial is None and rank.restarted == 1, "a later trial is due only after some steps"
+    assert rank.trial is None and rank._try_after == 2 * TRY_AFTER, "the next trial is due after some steps"
     assert rank.end_turn(1.0 if joined else None) is SEARCHED and rank.trial is None
+    assert rank._try_after == 3 * TRY_AFTER, "steps are counted on: replans for drift wait for many"
 
 
 # -- what is told --------------------------------------------------------------------------------------------
