@@ -17,7 +17,8 @@ number of ranks, for V = 6::
 Each rank adds what makes a whole node of its own gradients (``add_leaf``): at most 2 log2(V) tensors. These
 go to ranks that each own a part of the elements, and add them up the rest of the tree (``add_up``). A rank's
 ``p.grad`` then holds its own part of the sum and zeros elsewhere, so any exchange adds the parts without
-rounding, and the optimizer's session, with ``op=Sum``, is used as it is.
+rounding, and the optimizer's session, with ``op=Sum``, is used as it is. The exception is float16 over
+``tiers``, which halve its sums on their way: small ones lose bits, so it takes another transport.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from commsched.collectives.job import rank, size
+from commsched.collectives.job import is_initialized, rank, size
 from commsched.collectives.operations import Max, allreduce, alltoall, broadcast_object
 from commsched.collectives.sync_batch_norm import SyncBatchNorm
 from commsched.elastic.sampler import ElasticSampler, share_of
@@ -48,6 +49,10 @@ Params = Sequence[tuple[Any, nn.Parameter]]
 
 Node = tuple[int, int, dict[int, Tensor]]
 """Start, length, and the sums of a whole node of the tree, by the parameters' numbers."""
+
+
+Buffers = dict[tuple[nn.Module, str], tuple[Tensor | None, Tensor | None]]
+"""By their places, what is there and a copy of its value. A forward may put another tensor into a place."""
 
 
 def add_leaf(nodes: list[Node], virtual: int, tensors: dict[int, Tensor]) -> None:
@@ -87,6 +92,27 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None or (one.dtype, one.device) != (other.dtype, other.device):
+        return one is other
+    return torch.equal(one, other)
+
+
+def _copy(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.detach().clone()
+
+
+@torch.no_grad()
+def _put_back(modules: Sequence[nn.Module], first: Buffers) -> None:
+    for module in modules:
+        for name in [name for name in module._buffers if (module, name) not in first]:
+            del module._buffers[name]
+    for (module, name), (buffer, value) in first.items():
+        module._buffers[name] = buffer
+        if buffer is not None and value is not None:
+            buffer.copy_(value)
+
+
 class VirtualRanks:
     """The virtual ranks of one call of ``run``'s function."""
 
@@ -97,7 +123,7 @@ class VirtualRanks:
         self._state: Any = state
         self._optimizers: Sequence[Any] = ()
         self._hooks: dict[nn.Parameter, Any] = {}
-        self._inside = False  # of the loop
+        self._inside: object = None  # the loop that runs
         if "virtual_steps" not in state._saved_state:
             state._saved_state["virtual_steps"] = state.virtual_steps = 0
         self._state._virtual = self
@@ -112,20 +138,28 @@ class VirtualRanks:
             hook.remove()
         for sampler in self._of_kind(ElasticSampler):
             sampler.virtual_ranks = 0
+            if is_initialized():
+                sampler.reset()
 
     def connect(self, optimizers: Sequence[Any]) -> None:
         """Take the optimizers of an epoch that begins."""
-        if not optimizers:
-            raise ValueError(
-                "virtual ranks need a DistributedOptimizer; make it before elastic.run's function"
-            )
+        self._keep_open(optimizers)
         every = chain.from_iterable(model.modules() for model in self._of_kind(nn.Module))
         if any(isinstance(module, (nn.SyncBatchNorm, SyncBatchNorm)) for module in every):
             raise ValueError(
                 "SyncBatchNorm communicates in each forward, and ranks run different numbers of forwards; use"
                 " BatchNorm, whose batch is then a virtual rank's"
             )
-        self._optimizers, self._inside = optimizers, False
+        self._inside = None
+
+    def _keep_open(self, optimizers: Sequence[Any]) -> None:
+        """Use those that are not closed: connecting one closes another one over the same parameters."""
+        self._optimizers = [one for one in optimizers if not (one._released or one._closed)]
+        if not self._optimizers:
+            raise ValueError(
+                "virtual ranks need a DistributedOptimizer that is not closed or released; make it before"
+                " elastic.run's function"
+            )
 
     def _of_kind(self, kind: type) -> list[Any]:
         return [one.value for one in self._state._handlers.values() if isinstance(one.value, kind)]
@@ -136,31 +170,53 @@ class VirtualRanks:
         """Yield this rank's virtual ranks; in the end every gradient is that of all of them. Collective."""
         params = self._begin()
         kept = {i for i, (_, p) in enumerate(params) if p.grad is not None}  # zeros, which torch steps with
-        buffers = list(dict.fromkeys(chain.from_iterable(one.buffers() for one in self._of_kind(nn.Module))))
-        first, changed = [buffer.clone() for buffer in buffers], dict[int, Tensor]()
+        modules = list(dict.fromkeys(chain.from_iterable(one.modules() for one in self._of_kind(nn.Module))))
+        first: Buffers = {
+            (module, name): (buffer, _copy(buffer))
+            for module in modules
+            for name, buffer in module._buffers.items()
+        }
+        changed: dict[tuple[int, str], Tensor | None] = {}  # by the modules' numbers
         nodes: list[Node] = []
         device = params[0][1].device
         before = default_generators(device)
+        self._inside = inside = object()
         try:
-            self._inside = True
             for v in share_of(rank(), size(), self.count):
-                self._clear(params, buffers, first)
+                self._clear(params, modules, first)
                 self._seed(v, device)
                 yield v
                 add_leaf(nodes, v, self._taken(params))
                 if v == 0:
-                    pairs = enumerate(zip(buffers, first, strict=True))
-                    changed = {i: now.clone() for i, (now, old) in pairs if not torch.equal(now, old)}
+                    changed = {
+                        (i, name): _copy(now)
+                        for i, module in enumerate(modules)
+                        for name, now in module._buffers.items()
+                        if (module, name) not in first or not _is_same(now, first[module, name][1])
+                    }
         finally:
-            self._inside = False
-            for generator, set_generator in before:
-                set_generator(generator)
-        self._clear(params, buffers, first)
-        if buffers:
+            if self._inside is inside:  # else it was left long ago, and the state is another one
+                self._inside = None
+                for generator, set_generator in before:
+                    set_generator(generator)
+                _put_back(modules, first)
+        self._clear(params, modules, first)
+        if modules:
             changed = broadcast_object(changed, name="commsched.elastic.buffers")
         with torch.no_grad():
-            for i, value in changed.items():
-                buffers[i].copy_(value)
+            for (i, name), value in changed.items():
+                buffer = modules[i]._buffers.get(name)
+                if value is not None and value.device.type != "cpu":  # it is on rank 0's GPU
+                    value = value.to(device)
+                if (
+                    buffer is None
+                    or value is None
+                    or buffer.shape != value.shape
+                    or buffer.dtype != value.dtype
+                ):
+                    modules[i]._buffers[name] = value
+                else:
+                    buffer.copy_(value)
             self._set_sums(params, nodes, kept)
         self._state.virtual_steps += 1
 
@@ -168,6 +224,7 @@ class VirtualRanks:
         """Return all parameters, of which none has a gradient but zero."""
         if self._inside:
             raise ValueError("virtual_ranks() is called inside of its own loop; end that loop first")
+        self._keep_open(self._optimizers)
         params = [(one, p) for one in self._optimizers for p in one._every_param()]
         for _, p in params:
             if p.grad is not None and not is_zero(p.grad):
@@ -188,12 +245,10 @@ class VirtualRanks:
                 " gradients that depend on the ranks there are; call zero_grad(), compute them in that loop"
             )
 
-    @torch.no_grad()
-    def _clear(self, params: Params, buffers: Sequence[Tensor], first: Sequence[Tensor]) -> None:
+    def _clear(self, params: Params, modules: Sequence[nn.Module], first: Buffers) -> None:
         for _, p in params:
             p.grad = None
-        for buffer, value in zip(buffers, first, strict=True):
-            buffer.copy_(value)
+        _put_back(modules, first)
 
     def _seed(self, v: int, device: torch.device) -> None:
         place = f"{self.seed} {self._state.virtual_steps} {v}"

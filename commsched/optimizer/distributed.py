@@ -196,11 +196,12 @@ class LastingOptimizers:
         ]
 
     def set_virtual_ranks(self, count: int) -> list[Any]:
-        """Let all expect sums over virtual ranks, or, with 0, none; return them. Collective."""
-        self.virtual_ranks, alive = count, self._alive()
-        for one in alive:
+        """Let all that are open expect sums over virtual ranks, and return them; 0: none do. Collective."""
+        self.virtual_ranks = count
+        changed = [one for one in self._alive() if not (count and (one._released or one._closed))]
+        for one in changed:
             one.set_virtual_ranks(count)
-        return alive
+        return changed
 
     def connect(self) -> None:
         """Connect all to the job as it is now. Collective."""

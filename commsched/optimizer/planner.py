@@ -32,6 +32,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import scheduler
+from commsched.backends import wanted_transport
+from commsched.backends.cpu import flat
 from commsched.backends.interface import Backend, Scaling
 from commsched.collectives.compression import block_code
 from commsched.collectives.private_groups import hosts_of
@@ -76,9 +78,21 @@ class Options:
     # With virtual ranks (``commsched.elastic``): what their sum is divided by. 0: there are none.
     virtual_divisor: int = 0
 
-    def for_virtual_ranks(self, count: int) -> Options:
-        """Return the options that put together the ranks' parts of sums, after the backward."""
+    def for_virtual_ranks(self, count: int, params: Sequence[nn.Parameter]) -> Options:
+        """Return the options that put together the ranks' parts of sums, after the backward, bit for bit.
+
+        ``tiers`` scale float16 on the way, and numbers that get too small for its exponent lose bits.
+        """
         by, plain = 1 if self.sums else count, {"schedule": "auto", "profile": None, "groups": None}
+        if any(p.dtype == torch.float16 for p in params):
+            wanted = getattr(self.transport, "name", None) or wanted_transport(self.transport)
+            if wanted == "tiers":
+                raise ValueError(
+                    "virtual ranks need exact sums, but transport 'tiers' rounds small float16 gradients, and"
+                    " a parameter is float16; leave transport= and COMMSCHED_TRANSPORT out, or use bfloat16"
+                )
+            if wanted in (None, "auto"):
+                plain["transport"] = flat(self.process_set.size())
         return replace(self, sums=True, row_sparse=False, virtual_divisor=by, **plain)  # type: ignore[arg-type]
 
     def for_other_params(self, before: Sequence[nn.Parameter], now: Sequence[nn.Parameter]) -> Options:

@@ -125,7 +125,8 @@ class DistributedMethods(Optimizer):
         if self._options.virtual_divisor and not self._is_summed:
             raise ValueError(
                 "with elastic.run(virtual_ranks=...) each step() needs new gradients of all virtual ranks:"
-                " compute them in 'for v in hvd.elastic.virtual_ranks(state):', to the end of that loop"
+                " compute them in 'for v in hvd.elastic.virtual_ranks(state):', to the end of that loop;"
+                " after that function, an ordinary elastic.run function restores the optimizer for real ranks"
             )
         self._is_summed = False
         if self._synchronized and not self._skip:
@@ -519,7 +520,7 @@ class DistributedMethods(Optimizer):
                 " with compression=, early_step=, gradient_predivide_factor=, process_set=, op=Adasum or"
                 " transport='plain', or has complex parameters; leave these out"
             )
-        options = asked.for_virtual_ranks(count) if count else asked
+        options = asked.for_virtual_ranks(count, self._every_param()) if count else asked
         if options != self._options:
             self.disconnect(wait=True)
         self._options, self._ordinary = options, asked if count else None

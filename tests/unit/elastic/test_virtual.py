@@ -303,12 +303,125 @@ def test_options_whose_sums_depend_on_the_ranks_are_refused(options, text):
         run(lambda state: None, hvd.elastic.TorchState(model, optimizer))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(torch.float16, "direct"), (torch.bfloat16, None), (torch.float32, None)]
+)
+def test_float16_takes_no_tiers_which_scale_it(dtype, expected, monkeypatch):
+    model, optimizer, state = made(model=Net().to(dtype))
+    run(lambda state: None, state)
+    assert optimizer._options.transport == expected
+    monkeypatch.setattr(optimizer._ordinary.process_set.__class__, "size", lambda self: 64)
+    optimizer.set_virtual_ranks(4)
+    assert optimizer._options.transport == (expected and "ring")
+
+
+def test_tiers_are_refused_for_float16():
+    model = Net().half()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), transport="tiers")
+    with pytest.raises(ValueError, match="transport 'tiers' rounds"):
+        run(lambda state: None, hvd.elastic.TorchState(model, optimizer))
+
+
+class Replacing(nn.Module):
+    """Its forward assigns buffers: one that is there, one that is None, one that it registers."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(13, 1)
+        self.register_buffer("mean", torch.ones(13))
+        self.register_buffer("last", None)
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append((self.mean.clone(), self.last, hasattr(self, "new")))
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        self.last = x[0].clone()
+        if not hasattr(self, "new"):
+            self.register_buffer("new", x[1].clone())
+        return self.line(x).sum()
+
+
+def test_buffers_that_a_forward_replaces_are_those_of_virtual_rank_0():
+    model = Replacing()
+    model, optimizer, state = made(model=model)
+    mean = model.mean
+
+    def body(state):
+        loop(model, state)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(torch.equal(m, torch.ones(13)) and not last and not new for m, last, new in model.seen)
+        assert model.mean is mean and torch.equal(mean, 0.5 + 0.5 * data(0).mean(0))
+        assert torch.equal(model.last, data(0)[0]) and torch.equal(model.new, data(0)[1])
+        model.seen.clear()
+        loop(model, state)
+        assert len(model.seen) == 4
+        assert all(torch.equal(last, data(0)[0]) and new for _, last, new in model.seen)
+
+    run(body, state)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_loop_that_is_left_leaves_no_buffers(raises):
+    for model in (made_model(), Replacing()):
+        model, optimizer, state = made(model=model)
+        before = {name: value.clone() for name, value in model.named_buffers()}
+
+        def leave(v):
+            if raises:
+                raise KeyError(v)
+            return v == 2
+
+        def body(state, model=model):
+            try:
+                loop(model, state, leave)
+            except KeyError:
+                assert raises
+
+        run(body, state)
+        now = dict(model.named_buffers())
+        assert now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in now)
+
+
+@pytest.mark.parametrize("attribute", ["_closed", "_released"])
+def test_an_optimizer_that_is_closed_is_not_used(attribute):
+    other = nn.Linear(2, 2)
+    closed = hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1))
+    setattr(closed, attribute, True)  # as on several ranks
+    model, optimizer, state = made()
+    late = hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1))
+    asked = closed._options
+
+    def body(state):
+        assert closed._options is asked
+        setattr(late, attribute, True)  # as by another one that is connected
+        for p in other.parameters():
+            p.grad = torch.ones_like(p)
+        loop(model, state)
+        assert all(torch.equal(p.grad, torch.ones_like(p)) for p in other.parameters())
+        setattr(optimizer, attribute, True)
+        with pytest.raises(ValueError, match="not closed or released"):
+            loop(model, state)
+        setattr(optimizer, attribute, False)
+
+    run(body, state)
+
+
+def test_a_sampler_serves_real_ranks_again():
+    sampler = hvd.elastic.ElasticSampler(range(8), shuffle=False)
+    model, optimizer, state = made(sampler=sampler)
+    run(lambda state: sampler.record_batch(0, 1), state)
+    assert sampler.num_replicas == 1 and list(sampler) == [4, 5, 6, 7]
+    run(lambda state: hvd.shutdown(), state)  # no ranks to divide samples among
+    hvd.init()
+
+
 def test_an_optimizer_serves_real_ranks_again():
     model, optimizer, state = made()
     asked = optimizer._options
     run(lambda state: None, state)
     assert optimizer._options.virtual_divisor == 4
-    with pytest.raises(ValueError, match="virtual_ranks"):
+    with pytest.raises(ValueError, match=r"virtual_ranks.*ordinary elastic.run function restores"):
         optimizer.step()
 
     @hvd.elastic.run
@@ -326,9 +439,10 @@ def test_ranks_that_disagree_are_named(monkeypatch):
 
     def with_another(mine, name):
         found = gathered(mine, name)
+        if name != "commsched.elastic":
+            return found
         _, [(what, count, seed), *optimizers] = found[0]
-        others = (True, [[what, 2 * count, seed], *optimizers])
-        return [*found, others] if name == "commsched.elastic" else found
+        return [*found, (True, [[what, 2 * count, seed], *optimizers])]
 
     monkeypatch.setattr(recovery, "allgather_object", with_another)
     with pytest.raises(ValueError, match=r"rank 0 has \[\['virtual ranks', 4, 0\].* rank 1 has \[.* 8, 0\]"):
