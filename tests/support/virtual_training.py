@@ -39,26 +39,18 @@ def made_model() -> Net:
     return model
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
-    # Rounds the last elements of a tensor otherwise than those before: no shard may end within a parameter.
-    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, weight_decay=0.1, fused=True),
-}
-
-
 def trained(
     gather: str,
     steps: int,
     count: int = 8,
-    optimizer: str = "adamw",
     before_step: Callable[[Any], None] = lambda state: None,
     after_step: Callable[[Any], None] = lambda state: None,
 ) -> tuple[str, list[int]]:
     """Train on the job there is; return a digest of all bits, and how many ranks each step had."""
     torch.manual_seed(hvd.rank())  # every rank begins with other random numbers
     model = made_model()
-    made = OPTIMIZERS[optimizer](model.parameters())
-    wrapped = hvd.DistributedOptimizer(made, model=model, gather=gather)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer: Any = hvd.DistributedOptimizer(adamw, model=model, gather=gather)
     data = torch.randn(SAMPLES, 13, generator=torch.Generator().manual_seed(3))
     sampler = hvd.elastic.ElasticSampler(data)
 
@@ -66,11 +58,11 @@ def trained(
     def train(state: Any) -> None:
         while state.step < steps:
             before_step(state)
-            wrapped.zero_grad()
+            optimizer.zero_grad()
             for v in hvd.elastic.virtual_ranks(state):
                 model(data[sampler.batch(v, BATCH)]).backward()
-            wrapped.clip_grad_norm_(0.5)
-            wrapped.step()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
             sampler.record_batch(state.step, BATCH)
             if not sampler.batch(0, BATCH):
                 sampler.set_epoch(sampler.epoch + 1)
@@ -79,10 +71,10 @@ def trained(
             after_step(state)
             state.commit()
 
-    state = hvd.elastic.TorchState(model, wrapped, sampler=sampler, step=0, sizes=[])
+    state: Any = hvd.elastic.TorchState(model, optimizer, sampler=sampler, step=0, sizes=[])
     train(state)
-    found = digest(model, wrapped)
-    wrapped.close()
+    found = digest(model, optimizer)
+    optimizer.close()
     return found, state.sizes
 
 

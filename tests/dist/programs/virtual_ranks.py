@@ -1,6 +1,6 @@
 """Trains over virtual ranks, and prints a digest of all bits.
 
-Arguments: steps, trainings such as "parameters-adamw,gradients-sgd", and, in an elastic job, the file with the
+Arguments: steps, "gradients" or "parameters" or both with a comma, and, in an elastic job, the file with the
 hosts: of the four ranks that begin, the last is killed, which takes its host with it; then a host with one rank
 comes.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import commsched as hvd
 from tests.support.virtual_training import trained
 
-steps, trainings, hosts = int(sys.argv[1]), sys.argv[2].split(","), Path(sys.argv[3] if sys.argv[3:] else "")
+steps, gathers, hosts = int(sys.argv[1]), sys.argv[2].split(","), Path(sys.argv[3] if sys.argv[3:] else "")
 
 
 def last_rank_dies(state: Any) -> None:
@@ -34,10 +34,5 @@ def host_comes(state: Any) -> None:
 
 
 hvd.init()
-results = {}
-for each in trainings:
-    gather, optimizer = each.split("-")
-    results[each] = trained(
-        gather, steps, optimizer=optimizer, before_step=last_rank_dies, after_step=host_comes
-    )
+results = {each: trained(each, steps, before_step=last_rank_dies, after_step=host_comes) for each in gathers}
 print(json.dumps(results), flush=True)
