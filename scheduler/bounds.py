@@ -20,7 +20,11 @@ from scheduler.ir.profile import Profile
 # -- the trivial bound: neither the compute nor the wire can be shorter than its work ------------------------
 
 
-def trivial_bound(profile: Profile, link: Link, *, gather: str = "gradients") -> float:
+# Every bound takes the options of a step as ``policies.plan`` takes them, so that one dictionary serves both.
+# ``ranks`` is one of them and is not read: the link's costs are those of a job of that size already.
+
+
+def trivial_bound(profile: Profile, link: Link, *, gather: str = "gradients", ranks: int = 2) -> float:
     """The larger of the compute and the time of all bytes on the busiest link; ignores dependencies."""
     wire = max(demand.per_byte for demand in demands(without_startups(link)))
     return max(compute_seconds(profile, gather), wire * profile.total_bytes)
@@ -66,7 +70,13 @@ def trivial_bound(profile: Profile, link: Link, *, gather: str = "gradients") ->
 
 
 def lower_bound(
-    profile: Profile, link: Link, *, gather: str = "gradients", early_step: bool = False, piece: float = 0.0
+    profile: Profile,
+    link: Link,
+    *,
+    gather: str = "gradients",
+    early_step: bool = False,
+    ranks: int = 2,
+    piece: float = 0.0,
 ) -> float:
     """Seconds per iteration that no schedule beats, start-up costs not counted. ``piece``: no bucket has
     fewer bytes; it counts in two tiers only.
@@ -120,7 +130,7 @@ def without_startups(link: Link) -> Link:
 
 
 def startup_bound(
-    profile: Profile, link: Link, *, gather: str = "gradients", early_step: bool = False
+    profile: Profile, link: Link, *, gather: str = "gradients", early_step: bool = False, ranks: int = 2
 ) -> float:
     """As ``lower_bound``, but each RS and each AG pays ``link.alpha``: tighter where that matters.
 
