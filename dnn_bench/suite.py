@@ -78,6 +78,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command.add_argument("--ratios", default="0.5,1,2", help="ratios of communication to compute time")
     command.add_argument("--hosts", default="2", help="numbers of hosts")
     command.add_argument("--per-host", default="1", metavar="N,M", help="numbers of ranks on each host")
+    text = "share of the models' own batches that a rank gets; less where many ranks share few processors"
+    command.add_argument("--batch", type=float, default=1.0, metavar="SHARE", help=text)
     command.add_argument("--baseline", default=BASELINES, metavar="A,B", help="baselines")
     command.add_argument("--schedule", default="auto", help="schedule whose gain is summarised")
     command.add_argument("--reps", type=int, default=5, help="repetitions")
@@ -98,7 +100,8 @@ def main(arguments: list[str]) -> int:
             entries, cells = chosen(options.baseline), wanted(options)
             options.out.mkdir(parents=True, exist_ok=True)
             trace = "all" if options.trace else "best"
-            measure(cells, entries, Effort(options.reps, options.iters, trace=trace, give_up=GIVE_UP))
+            effort = Effort(options.reps, options.iters, trace=trace, give_up=GIVE_UP)
+            measure(cells, entries, effort, options.batch)
     except KeyboardInterrupt:
         print(f"{summary(options.out, options.schedule)}\n\ninterrupted: the same command goes on from here")
         return 130
@@ -116,7 +119,7 @@ def wanted(options: argparse.Namespace) -> list[Wanted]:
     return [Wanted(m, shape, r, options.out) for shape in shapes for m in names for r in ratios]
 
 
-def measure(cells: Sequence[Wanted], entries: Sequence[Baseline], effort: Effort) -> None:
+def measure(cells: Sequence[Wanted], entries: Sequence[Baseline], effort: Effort, batch: float = 1.0) -> None:
     """Measures the missing cells.
 
     All ratios of a model are measured on one cluster whose links change their speed, so that limits and peers
@@ -129,7 +132,8 @@ def measure(cells: Sequence[Wanted], entries: Sequence[Baseline], effort: Effort
             shown.console.print(there, highlight=False)
         watcher = Watcher(shown)
         for (shape, model), group in groupby(missing, key=lambda cell: (cell.shape, cell.model)):
-            job, (hosts, per_host) = Job(model), shape
+            own, (hosts, per_host) = models.spec(model).batch, shape
+            job = Job(model, max(1, round(batch * own)))
             suited = [entry for entry in entries if entry.per_host <= per_host]
             with Cluster(hosts, "unlimited") as cluster, Crew() as crew:
                 compute = compute_seconds(job, hosts * per_host)

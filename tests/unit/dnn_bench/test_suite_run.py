@@ -39,12 +39,13 @@ def interrupted_after(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     class FakeComparison:
         def __init__(self, job: Any, place: Any, *rest: Any, crew: Any) -> None:
             self.model, self.hosts, self.per_host = job.model, place.hosts, place.per_host
-            self.names = [entry.name for entry in rest[0]]
+            self.names, self.batch = [entry.name for entry in rest[0]], job.rank_batch
 
         def run(self) -> dict[str, Any]:
             count[0] += 1
             place = {"ranks": self.hosts, "links": ["1mbit"], "per_host": self.per_host, "names": self.names}
-            what = {"job": {"model": self.model}, "place": place, "baselines": LOCAL.get(self.model, [])}
+            job = {"model": self.model, "batch": self.batch}
+            what = {"job": job, "place": place, "baselines": LOCAL.get(self.model, [])}
             return {**what, "interrupted": count[0] >= limit[0]}
 
     FakeCluster.events = []
@@ -104,6 +105,15 @@ def test_ranks_that_share_a_host_are_measured_while_all_of_them_compute(
         "mlp_2x4hosts_1.json": 4,
     }
     assert [*kept["mlp_2hosts_1.json"]["names"], "hsdp"] == kept["mlp_2x4hosts_1.json"]["names"]
+
+
+@pytest.mark.parametrize(("arguments", "batch"), [([], 2048), (["--batch", "0.25"], 512), (["--batch", "1e-9"], 1)])
+def test_a_share_of_the_models_own_batch(
+    arguments: list[str], batch: int, interrupted_after: list[int], tmp_path: Path
+) -> None:
+    what = ["--models", "mlp", "--ratios", "1", "--baseline", "ddp", "--out", str(tmp_path)]
+    assert suite.main([*what, *arguments]) == 0
+    assert json.loads((tmp_path / "mlp_2hosts_1.json").read_text())["job"]["batch"] == batch
 
 
 def test_an_interrupted_cell_is_kept_and_measured_again(
