@@ -49,7 +49,7 @@ _HOMES = {
     "commsched.collectives.sync_batch_norm": "SyncBatchNorm",
     "commsched.errors": "CheckpointError CommError HorovodInternalError",
     "commsched.optimizer.distributed": "DistributedOptimizer",
-    "commsched.optimizer.reports": "Metrics explain log_metrics metrics operations",
+    "commsched.optimizer.reports": "Metrics explain is_settled log_metrics metrics operations",
     "commsched.optimizer.sharded_step": "register_elementwise",
     "commsched.optimizer.planner": "register_whole_matrix",
     "commsched.optimizer.whole_step": "register_separable",

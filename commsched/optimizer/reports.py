@@ -149,6 +149,16 @@ def metrics(optimizer: Any) -> Metrics | None:
     return metrics_of(session.times, session.plan, session.backend.ranks)
 
 
+def is_settled(optimizer: Any) -> bool:
+    """Return whether a ``DistributedOptimizer`` has found its plan: who times a script, waits for it.
+
+    The first steps are measured, a plan is searched beside the next ones, then tried beside DDP's way. Between
+    steps all ranks get the same answer. Later, a step that becomes much slower or faster starts this anew.
+    """
+    session = getattr(optimizer, "_session", None)
+    return session is None or session.is_settled
+
+
 def metrics_of(times: StepTimes, plan: Plan, ranks: Ranks, simulated: bool = True) -> Metrics:
     """Return the figures of a plan; the plan's predictions are None unless ``simulated``."""
     predicted = plan.prediction if simulated else None

@@ -577,6 +577,12 @@ class Session:
     # -- the plan beside DDP's way ---------------------------------------------------------------------------
 
     @property
+    def is_settled(self) -> bool:
+        """Whether no plan is measured for, searched or tried; between steps the same on all ranks."""
+        tried = bool(self.why_untried) or (self.trial is not None and self.trial.over)
+        return tried and not self.searches and self._measuring is None
+
+    @property
     def why_untried(self) -> str:
         """Why no plan of this optimizer is timed beside DDP's way; "" if each is."""
         if self.planner.schedule != "auto" or not self._adapts:

@@ -153,6 +153,9 @@ class Commsched(Horovod):
         options = {"model": model, "compression": compression, **self.options}
         return model, self.ranks.DistributedOptimizer(optimizer, model.named_parameters(), **options)
 
+    def is_settled(self) -> bool:
+        return bool(self.ranks.is_settled(self.optimizer))
+
     def prediction(self) -> float | None:
         metrics = self.ranks.metrics(self.optimizer)
         return metrics.predicted_step if metrics is not None else None

@@ -171,6 +171,10 @@ class Trainer:
         """The seconds of an iteration that its plan expects; None without a plan."""
         return None
 
+    def is_settled(self) -> bool:
+        """Whether nothing is searched any more that makes iterations faster; the same on all ranks."""
+        return True
+
     def finish(self) -> None:
         """Wait for all operations in flight."""
         if self.job.device.startswith("cuda"):

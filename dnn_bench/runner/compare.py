@@ -104,11 +104,10 @@ def job_of(options: argparse.Namespace) -> Job:
 # -- the comparison ------------------------------------------------------------------------------------------
 
 VERSION = 1
-# Iterations between the check, which warms up too, and the first measurement. Ours profile, plan, profile
-# beside the traffic, plan again and look whether they were disturbed. Of these fifteen the check does three.
-# A searched plan is then tried beside DDP's way.
-SETTLE = {OURS: 13, ROUNDED: 40, LIMIT: 3}
-TRIAL = 24
+# The fewest iterations between the check, which warms up too, and the first measurement. Ours then go on until
+# they have measured, searched a plan and tried it beside DDP's way: how many steps a search takes depends on
+# the processors that are free.
+SETTLE = {OURS: 1, ROUNDED: 40, LIMIT: 3}
 ENOUGH = 2  # repetitions before a slow peer is given up
 TRIES = 4  # of one measurement, as long as others on the physical machine disturb it
 MEMORY_SHARE = 0.8  # of the free memory; beyond it baselines are started one at a time
@@ -269,8 +268,8 @@ class Comparison:
             if row.reason:
                 row.status = WRONG
                 return
-        if settle := SETTLE.get(row.kind, 0) + TRIAL * row.searches:
-            ranks.call("block", settle - 1, 1)
+        if least := SETTLE.get(row.kind, 0):
+            ranks.call("settle", least)
 
     def _time(self, row: Row, ranks: RankSet) -> None:
         blocks, stolen = self._undisturbed(row, ranks, "block", self.effort.warmup, self.effort.iterations)

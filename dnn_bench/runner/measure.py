@@ -28,6 +28,16 @@ LEAST_REPEATS = 2
 SAMPLE_SECONDS = 0.004
 
 
+def settle(trainer: Trainer, least: int, most: int = 400) -> int:
+    """Trains at least so many iterations, until all that is found while training is found; returns how many."""
+    batch, done = trainer.job.local_batch(trainer.rank), 0
+    while done < least or (done < most and not trainer.is_settled()):
+        trainer.iteration(*batch)
+        done += 1
+    trainer.finish()
+    return done
+
+
 def run_block(trainer: Trainer, warmup: int, iterations: int) -> dict[str, Any]:
     """Times consecutive iterations of this rank, in seconds per iteration.
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # By command: the function that a rank calls with its trainer and the arguments of the command.
 COMMANDS = {
     "check": "dnn_bench.baselines.reference.check_file",
+    "settle": "dnn_bench.runner.measure.settle",
     "block": "dnn_bench.runner.measure.run_block",
     "link": "dnn_bench.runner.measure.time_link",
     "profile": "dnn_bench.runner.measure.profile_of",

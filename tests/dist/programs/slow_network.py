@@ -37,7 +37,7 @@ with patch.object(TimedLink, "refined", lambda *_: Link(alpha=1.0, beta=1e-9)):
         model(torch.ones(1, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if session.trial is None or not session.trial.over:
+        if not hvd.is_settled(optimizer):
             continue
         trial, trials = session.trial, trials + 1
         if trial.now or trials == 3:
