@@ -150,10 +150,10 @@ def metrics(optimizer: Any) -> Metrics | None:
 
 
 def is_settled(optimizer: Any) -> bool:
-    """Return whether a ``DistributedOptimizer`` has found its plan: who times a script, waits for it.
+    """Return whether a ``DistributedOptimizer`` has found its plan; before, steps are no typical ones.
 
-    The first steps are measured, a plan is searched beside the next ones, then tried beside DDP's way. Between
-    steps all ranks get the same answer. Later, a step that becomes much slower or faster starts this anew.
+    The first steps are measured, a plan is searched beside the next ones, then tried beside DDP's way.
+    Between steps all ranks get the same answer. A step that becomes much slower or faster starts this anew.
     """
     session = getattr(optimizer, "_session", None)
     return session is None or session.is_settled

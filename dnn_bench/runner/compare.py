@@ -104,9 +104,9 @@ def job_of(options: argparse.Namespace) -> Job:
 # -- the comparison ------------------------------------------------------------------------------------------
 
 VERSION = 1
-# The fewest iterations between the check, which warms up too, and the first measurement. Ours then go on until
-# they have measured, searched a plan and tried it beside DDP's way: how many steps a search takes depends on
-# the processors that are free.
+# The fewest iterations between the check, which warms up too, and the first measurement. Ours then go on
+# until they have measured, searched a plan and tried it beside DDP's way: how many steps a search takes
+# depends on the processors that are free.
 SETTLE = {OURS: 1, ROUNDED: 40, LIMIT: 3}
 ENOUGH = 2  # repetitions before a slow peer is given up
 TRIES = 4  # of one measurement, as long as others on the physical machine disturb it

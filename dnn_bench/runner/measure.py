@@ -29,7 +29,7 @@ SAMPLE_SECONDS = 0.004
 
 
 def settle(trainer: Trainer, least: int, most: int = 400) -> int:
-    """Trains at least so many iterations, until all that is found while training is found; returns how many."""
+    """Trains at least so many iterations, until no plan is searched any more; returns how many."""
     batch, done = trainer.job.local_batch(trainer.rank), 0
     while done < least or (done < most and not trainer.is_settled()):
         trainer.iteration(*batch)

@@ -10,7 +10,9 @@ import pytest
 from dnn_bench.runner.measure import settle
 
 
-@pytest.mark.parametrize(("least", "settled_after", "done"), [(3, 0, 3), (1, 7, 7), (9, 7, 9), (1, 1000, 400)])
+@pytest.mark.parametrize(
+    ("least", "settled_after", "done"), [(3, 0, 3), (1, 7, 7), (9, 7, 9), (1, 1000, 400)]
+)
 def test_until_the_plan_is_found(least: int, settled_after: int, done: int) -> None:
     steps: list[Any] = []
     trainer: Any = SimpleNamespace(

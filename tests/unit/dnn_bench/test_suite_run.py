@@ -107,7 +107,9 @@ def test_ranks_that_share_a_host_are_measured_while_all_of_them_compute(
     assert [*kept["mlp_2hosts_1.json"]["names"], "hsdp"] == kept["mlp_2x4hosts_1.json"]["names"]
 
 
-@pytest.mark.parametrize(("arguments", "batch"), [([], 2048), (["--batch", "0.25"], 512), (["--batch", "1e-9"], 1)])
+@pytest.mark.parametrize(
+    ("arguments", "batch"), [([], 2048), (["--batch", "0.25"], 512), (["--batch", "1e-9"], 1)]
+)
 def test_a_share_of_the_models_own_batch(
     arguments: list[str], batch: int, interrupted_after: list[int], tmp_path: Path
 ) -> None:
