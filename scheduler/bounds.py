@@ -79,9 +79,12 @@ def lower_bound(
     piece: float = 0.0,
 ) -> float:
     """Seconds per iteration that no schedule beats, start-up costs not counted. ``piece``: no bucket has
-    fewer bytes; it counts in two tiers only.
+    fewer bytes; it counts in two tiers only, where an engine that does not overlap buckets has its segments
+    of a bucket in both tiers at once.
     """
     window, ideal = LayerWindow.of(profile), without_startups(link)
+    if isinstance(link, TwoTierLink) and not link.overlaps:
+        piece = min(piece, link.segment)
     exposed = 0.0
     if profile.total_bytes:
         some = window.upto > 0  # without bytes at or below a layer, it does not wait

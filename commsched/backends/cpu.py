@@ -35,6 +35,7 @@ from commsched.collectives.private_groups import (
 )
 from commsched.env import settings
 from commsched.errors import CommError
+from commsched.optimizer.buckets import ends_of
 
 NAMES = ("direct", "ring", "tiers", "horovod")
 
@@ -201,7 +202,7 @@ class EngineBackend(EngineBuckets, Backend):
         self.by_rows = isinstance(transport, (comm_core.DirectTransport, comm_core.TwoTierTransport))
 
     def exchange_seconds(self, size: int) -> float:
-        return self._seconds(self._transport, size)
+        return self._seconds(self._transport, size, shares=self.shares)
 
     def tier_seconds(self, sizes: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:
         if self.name != "tiers":
@@ -222,7 +223,7 @@ class EngineBackend(EngineBuckets, Backend):
                 tier.close("its link has been timed")
         return seconds
 
-    def _seconds(self, transport: Any, size: int, parts: int = 1) -> float:
+    def _seconds(self, transport: Any, size: int, parts: int = 1, shares: Sequence[int] = ()) -> float:
         """Return the seconds of one RS or AG over a transport of some of the ranks, of a part of a message.
 
         All ranks begin together and use up the burst that a shaped link sends at full speed after a pause.
@@ -230,13 +231,13 @@ class EngineBackend(EngineBuckets, Backend):
         unit = self.ranks.size * _UNIT
         lengths = -(-size // (4 * unit)) * unit // parts, self.ranks.size * self._filler_part()
         data, filler = (torch.zeros(length, dtype=torch.float32, device="cpu") for length in lengths)
-        seconds = []
+        seconds, ends = [], ends_of(lengths[0], shares, _UNIT)
         with engine_errors_as_comm_errors:
             for _ in range(3):
                 self._transport.all_gather(filler)
                 start = time.monotonic()
-                transport.reduce_scatter(data)
-                transport.all_gather(data)
+                transport.reduce_scatter(data, ends=ends)
+                transport.all_gather(data, ends=ends)
                 seconds.append((time.monotonic() - start) / 2)
         return median(seconds)
 

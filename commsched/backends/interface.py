@@ -120,6 +120,7 @@ class Backend(ABC):
     device: torch.device
     can_step_early = True  # whether a thread of its own may update shards
     uneven_parts = False  # whether the ranks' parts of a bucket may differ in length
+    shares: Sequence[int] = ()  # how long the ranks' parts of a bucket are, one to another; empty: as long
     by_rows = False  # whether buckets of rows may leave out the rows that are zero
     puts_off = False  # step() takes nothing for arrived, as on a GPU whose host is ahead: a CPU's stream
 

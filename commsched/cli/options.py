@@ -18,7 +18,7 @@ from rich.table import Table
 
 from scheduler import profiles
 from scheduler.ir.inputs import LARGEST, InputError, whole
-from scheduler.ir.link import ALGORITHMS, Level, Link, network_link
+from scheduler.ir.link import ALGORITHMS, Level, Link, TwoTierLink, network_link
 from scheduler.ir.program import Program
 from scheduler.simulate.simulator import Result
 
@@ -41,7 +41,8 @@ def add_profile_and_link(parser: argparse.ArgumentParser, required: bool = True)
     )
     add = parser.add_argument
     add("--link", required=required, metavar="L", help=text)
-    add("--algorithm", choices=ALGORITHMS, default="ring", help="with --ranks: algorithm of the collectives")
+    text = "with --ranks: algorithm of the collectives (default: ring)"
+    add("--algorithm", choices=ALGORITHMS, help=text)
     add_hosts(parser, "ranks")
 
 
@@ -70,8 +71,14 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     add("--early-step", action="store_true", help="with --gather parameters: update during the backward")
 
 
-def load_link(text: str) -> Link:
-    return Link.load(text) if text.endswith(".json") else Link.parse(text)
+def load_link(text: str, of_one: str = "") -> Link:
+    """Return the link that a file or a text names; ``of_one``: whose own it must be, no collective's."""
+    link: Link = Link.load(text) if text.endswith(".json") else Link.parse(text)
+    if of_one and isinstance(link, TwoTierLink):
+        raise InputError(
+            f"{text}: holds the cost of collectives in two tiers, no link of one of the {of_one}"
+        )
+    return link
 
 
 def cluster(arguments: argparse.Namespace, ranks: int | None) -> tuple[Link, int]:
@@ -82,13 +89,15 @@ def cluster(arguments: argparse.Namespace, ranks: int | None) -> tuple[Link, int
     if ranks is None:
         if arguments.inside is not None or (arguments.per_host or 1) != 1:
             raise ValueError("several ranks on a host need all of --ranks, --per-host and --inside")
+        if arguments.algorithm:
+            raise ValueError("--algorithm needs --ranks: without it, --link is the cost of a whole RS or AG")
         return load_link(arguments.link), DEFAULT_RANKS
-    return network_link(levels(arguments, ranks, "ranks"), arguments.algorithm), ranks
+    return network_link(levels(arguments, ranks, "ranks"), arguments.algorithm or "ring"), ranks
 
 
 def levels(arguments: argparse.Namespace, count: int, members: str) -> tuple[Level, ...]:
     """Return the levels of a cluster of `count` members as --link, --per-host and --inside describe it."""
-    link, per_host = load_link(arguments.link), arguments.per_host
+    link, per_host = load_link(arguments.link, members), arguments.per_host
     if arguments.inside is None and (per_host or 1) == 1:
         return (Level(count, link.alpha, link.beta),)
     if per_host is None or arguments.inside is None:
@@ -96,7 +105,7 @@ def levels(arguments: argparse.Namespace, count: int, members: str) -> tuple[Lev
     per_host = min(per_host, count)  # fewer members than one host holds
     if per_host < 1 or count % per_host:
         raise ValueError(f"--per-host: {count} {members} do not fill hosts of {per_host}")
-    inside = load_link(arguments.inside)
+    inside = load_link(arguments.inside, members)
     return Level(per_host, inside.alpha, inside.beta), Level(count // per_host, link.alpha, link.beta)
 
 

@@ -145,7 +145,7 @@ def run_convert(arguments: argparse.Namespace) -> None:
     schedule = {"schedule": arguments.schedule} if arguments.schedule else {}
     plan = read_plan(arguments.conf, arguments.graph, **schedule)
     if arguments.link:
-        cluster = Cluster.flat(max(plan.devices) + 1, options.load_link(arguments.link))
+        cluster = Cluster.flat(max(plan.devices) + 1, options.load_link(arguments.link, "devices"))
         plan = expecting(plan, Graph.load(arguments.graph).profile(plan.model), cluster)
     plan.save(arguments.output)
     out.print(f"written to {arguments.output}", markup=False, highlight=False)

@@ -85,6 +85,8 @@ def run_show(arguments: argparse.Namespace) -> None:
 
 
 def _simulate(arguments: argparse.Namespace, program: Program, profile: Profile | None) -> Result | None:
+    if profile is None and arguments.link is not None:
+        raise ValueError("--link is for a timeline, which needs --profile, too")
     if profile is None or arguments.link is None:
         if arguments.format in ("svg", "chrome"):
             raise ValueError(
@@ -104,7 +106,7 @@ def _render(
             report["simulated"] = result.to_dict()
         return json.dumps(report, indent=1) + "\n"
     if result is None or profile is None:
-        return ""
+        return f"{program.plan}\n" if arguments.output else ""  # the terminal shows it already
     if arguments.format == "svg":
         return svg(result, f"{program.policy} on {profile.name}")
     if arguments.format == "chrome":

@@ -161,7 +161,7 @@ def scale(
     if arguments.json:
         print(json.dumps({"profile": profile.name, "compute": profile.compute, "scaling": rows}))
         return
-    title = f"{profile.name}, {arguments.algorithm}, {arguments.link} per rank: period (ms)"
+    title = f"{profile.name}, {arguments.algorithm or 'ring'}, {arguments.link} per rank: period (ms)"
     cells = [
         [str(row["ranks"]), *(milliseconds(result["period"]) for result in row["policies"].values())]
         + [milliseconds(row["bound"])]

@@ -212,7 +212,7 @@ def _lay_out_group(
             stop = min(start + max(1, (cursor - start) // unit) * unit, start + _round_up(end - start, unit))
         else:
             stop = start + _round_up(cursor - start, unit)
-        layout.slices[number] = Slice(number, group, start, stop, ends=_ends(stop - start, shares, align))
+        layout.slices[number] = Slice(number, group, start, stop, ends=ends_of(stop - start, shares, align))
         start = stop
     layout.lengths[group] = start
     _register(layout, group)
@@ -228,8 +228,8 @@ def shares_by_host(hosts: Sequence[int]) -> tuple[int, ...]:
     return () if len(set(counts)) == 1 else tuple(lcm(*counts) // count for count in counts)
 
 
-def _ends(numel: int, shares: Sequence[int], align: int) -> tuple[int, ...]:
-    """Return where each rank's shard of a bucket ends, a multiple of ``align``."""
+def ends_of(numel: int, shares: Sequence[int], align: int) -> tuple[int, ...]:
+    """Return where each rank's shard of a bucket ends, a multiple of ``align``; empty without shares."""
     return tuple(numel // align * share // sum(shares) * align for share in accumulate(shares))
 
 

@@ -43,7 +43,7 @@ from commsched.optimizer.buckets import Layout, build_layout
 from commsched.optimizer.measuring import Sample
 from commsched.optimizer.whole_step import ELEMENTWISE, register_separable
 from scheduler import policies
-from scheduler.ir.actions import Kind
+from scheduler.ir.actions import COLLECTIVE, Kind
 from scheduler.ir.buckets import Bucket, Piece, fuse_by_bytes, in_backward_order
 from scheduler.ir.link import Link, TwoTierLink, fit
 from scheduler.ir.profile import Layer, Profile
@@ -412,12 +412,19 @@ def _max_norm(model: Model, modules: Sequence[Owner]) -> str:
     return ""
 
 
-def sent_share(size: int, hosts: int = 1) -> float:
+def sent_share(rank: int, size: int, hosts: Sequence[int] = ()) -> float:
     """Return which part of a bucket a rank sends in one RS or AG, in the mean, as the engine's events count.
 
-    ``hosts``: of the exchange in two tiers, which counts what leaves a host, or copies inside a single one.
+    ``hosts``: of each rank in the exchange in two tiers. What leaves a host counts, or copies inside a single
+    one: in RS the shards on other hosts whose deputy is this rank (``two_tier.h``), in AG its own to each.
     """
-    return (hosts - 1) / size if hosts > 1 else 1 - 1 / size
+    others = len(set(hosts)) - 1
+    if others < 1:
+        return 1 - 1 / size
+    here, places = hosts[rank], [hosts[:other].count(host) for other, host in enumerate(hosts)]
+    each = zip(hosts, places, strict=True)
+    entrusted = sum(host != here and place % hosts.count(here) == places[rank] for host, place in each)
+    return (entrusted + others) / 2 / size
 
 
 def sent_by_rows(
@@ -916,9 +923,8 @@ class Planner:
 
         Not collective. ``early``: the tied weights of which this rank has sent the head's part first.
         """
-        tiers = self.backend.name == "tiers"
-        hosts = len(set(hosts_of(self.ranks.process_set))) if tiers else 1
-        share = sent_share(self.ranks.size, hosts)
+        hosts = hosts_of(self.ranks.process_set) if self.backend.name == "tiers" else ()
+        share = sent_share(self.ranks.rank, self.ranks.size, hosts)
         sent = sent_by_rows(events, layout, self.model.rows, share)
         place = {i: number for number, i in enumerate(order)}
         for i, head in self.model.head_of.items():
@@ -1078,10 +1084,13 @@ class Planner:
                 f"the program is for {program.ranks} ranks, this job has {self.ranks.size}; plan it for"
                 f" {self.ranks.size}"
             )
-        validate(program, profile)
-        if any(a.kind is Kind.AR for a in program.link) and self.options["gather"] == "parameters":
+        # Whatever step it was planned for, the engine does the one that was asked for.
+        step = {name: self.options[name] for name in ("gather", "early_step")}
+        validate(program := replace(program, **step), profile)
+        sent = {action.index for action in program.link if action.kind in COLLECTIVE}
+        if program.pipeline is not None or len(sent) < len(program.buckets):
             raise ValueError(
-                "the program all-reduces, and gather='parameters' updates between RS and AG; plan with"
-                " gather='parameters'"
+                f"the program has {'stages' if program.pipeline else 'collectives outside of lane link'}, but"
+                " DistributedOptimizer executes one order on one link; commsched.pipeline trains in stages"
             )
         return Plan(program, profile, self.link, (-1, *layers))

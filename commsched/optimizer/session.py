@@ -185,7 +185,7 @@ class Session:
         self._owners = owners_of(optimizer._base, params, backend, virtual) if sharded else None
         # With gather="parameters", ranks share the updates and the optimizer's state equally.
         by_host = backend.name == "tiers" and not sharded
-        self._shares = shares_by_host(hosts_of(ranks.process_set)) if by_host else ()
+        backend.shares = shares_by_host(hosts_of(ranks.process_set)) if by_host else ()
         model = Model.of(params, names[: len(params)], options.wire_dtype)
         modules = owners(params, optimizer._model)
         frozen = Model.of(outside, names[len(params) :]).fingerprint
@@ -321,7 +321,7 @@ class Session:
     def install(self, plan: Plan) -> None:
         self.plan = plan
         model = self.planner.model
-        layout = model.layout(plan.buckets(model), self.backend.ranks.size, self._owners, self._shares)
+        layout = model.layout(plan.buckets(model), self.backend.ranks.size, self._owners, self.backend.shares)
         kinds = {group: (model.kind(group), self.backend.device) for group in layout.lengths}
         self.round.install(plan.program, Buffers(layout, kinds, self.backend.room))
         self.times.restart()

@@ -1,7 +1,9 @@
-"""Gradients of a stage's replicas: summed in rank order, whichever way they travel.
+"""Gradients of a stage's replicas, summed in an order that does not depend on when they arrive.
 
-``ReplicaBuckets``: reduce-scatter, step on this rank's shard, all-gather of the parameters, on a backend.
-``Replicas``: sums outside the buckets, of parameters that must be whole where they are stepped.
+``ReplicaBuckets``: reduce-scatter, step on this rank's shard, all-gather of the parameters, on a backend. Its
+transport decides the order of sums: rank order, or in two tiers rank order inside each host, then host order.
+``Replicas``: sums outside the buckets, of parameters that must be whole where they are stepped, in rank order
+or, with ``reduction="masters"``, by host too.
 """
 
 from __future__ import annotations

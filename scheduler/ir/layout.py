@@ -215,6 +215,10 @@ class Samples:
 
     size: int = 1
 
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"a stage on whole samples needs at least 1 rank, got {self.size}")
+
 
 Placement = Tiles | Samples
 
@@ -235,11 +239,9 @@ def place(placements: Sequence[Placement], replicas: int = 1, mirrored: bool = F
     """
     sizes = [placement.size for placement in placements]
     width, starts = sum(sizes), list(accumulate(sizes, initial=0))
-    if replicas < 1 or not sizes or min(sizes) < 1:
-        raise ValueError(
-            f"a pipeline needs at least 1 replica of stages on at least 1 rank each, got {replicas} replicas"
-            f" of stages on {sizes} ranks"
-        )
+    if replicas < 1 or not sizes:
+        needs = "a pipeline needs at least 1 replica of at least 1 stage"
+        raise ValueError(f"{needs}, got {replicas} replicas of {len(sizes)} stages")
     lines = [range(number * width, (number + 1) * width) for number in range(replicas)]
 
     def ranks(way: int) -> Ranks:

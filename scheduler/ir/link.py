@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -102,24 +103,27 @@ class Link(JsonFile):
         with another alpha.
         """
         values: dict[str, float] = {}
+        has_speed = False
         with reading(f"link {text!r}"):
             for word in filter(None, (word.strip().lower() for word in text.split(","))):
-                preset = _PRESET.fullmatch(word)
-                if preset:
-                    bits = float(preset["number"]) * _UNITS[preset["unit"]]
+                key, _, number = word.partition("=")
+                if speed := _PRESET.fullmatch(word):
+                    bits = float(speed["number"]) * _UNITS[speed["unit"]]
                     if not 0 < bits <= LARGEST:
                         raise ValueError(f"{word} moves nothing, or more than {LARGEST:,} bits per second")
-                    values = {"alpha": STARTUP, "beta": 8 / bits, **values}
-                    continue
-                key, _, number = word.partition("=")
+                    has_speed, key, number = True, "beta", str(8 / bits)
                 if key not in ("alpha", "beta") or not number:
                     raise ValueError(
                         f"cannot read {word!r}; write alpha=SECONDS,beta=SECONDS_PER_BYTE or 10gbit"
                     )
+                if key in values:
+                    raise ValueError(f"{word} gives {key} a second time")
                 try:
                     values[key] = float(number)
                 except ValueError:
                     raise ValueError(f"{key} must be a number, got {number!r}") from None
+            if has_speed:
+                values.setdefault("alpha", STARTUP)
             if set(values) != {"alpha", "beta"}:
                 raise ValueError(
                     f"needs both alpha (seconds) and beta (seconds per byte), got {sorted(values)}"
@@ -389,9 +393,20 @@ class Cluster:
         return level.alpha + level.beta * size
 
     def collective(self, kind: Kind, ranks: Sequence[int], size: float) -> float:
-        """Seconds of an RS, AG or AR of ``size`` bytes: a ring at the speed of the widest level it spans."""
-        devices = [self._device(rank) for rank in ranks]
-        return ring([self.level(min(devices), max(devices))], len(ranks)).cost(kind, size)
+        """Seconds of an RS or AG of ``size`` bytes as in ``exchange``, or of an AR, which masters make."""
+        return self.exchange([self._device(rank) for rank in ranks], kind is not Kind.AR).cost(kind, size)
+
+    def exchange(self, devices: Sequence[int], tiers: bool = True) -> Link:
+        """The cost of an RS or AG among these devices: a ring at the speed of the widest level they span, or
+        with ``tiers`` two tiers, if they are several of each of several hosts and as many of each.
+        """
+        first, widest = self.levels[0], self.level(min(devices), max(devices))
+        if tiers and widest is not first:
+            hosts = Counter(device // first.ranks for device in devices)
+            each = len(devices) // len(hosts)
+            if each > 1 and set(hosts.values()) == {each}:
+                return _tiers([replace(first, ranks=each), replace(widest, ranks=len(hosts))], len(devices))
+        return ring([widest], len(devices))
 
     def _device(self, rank: int) -> int:
         return rank if self.devices is None else self.devices[rank]

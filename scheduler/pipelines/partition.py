@@ -148,8 +148,7 @@ def _busiest(problem: PartitionInput, cut: StageCut, positions: int, replicas: i
     seconds = [0.0] * positions
     for stage, (low, high) in enumerate(pairwise((*cut.cuts, len(problem.profile.layers)))):
         start = first + stage % positions * replicas
-        level = problem.cluster.level(start, start + replicas - 1)
-        wires = np.array([level.alpha, level.beta])
+        wires = problem.wires(range(start, start + replicas))
         again = cut.recompute[stage]
         seconds[stage % positions] += stage_seconds(
             table, low, high, replicas, again, problem.microbatches, wires
@@ -248,9 +247,11 @@ class PartitionInput:
             raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {self.recompute!r}")
         if len(self.profile.layers) > MOST_LAYERS:
             raise ValueError(f"the planner takes up to {MOST_LAYERS} layers, got {len(self.profile.layers)}")
-        if self.microbatches < 1 or self.state < 0:
+        if self.microbatches < 1 or not 0 <= self.state < np.inf:
             given = f"got {self.microbatches} and {self.state}"
-            raise ValueError(f"needs at least 1 micro-batch and no negative state, {given}")
+            raise ValueError(f"needs at least 1 micro-batch and a state of at least 0, {given}")
+        if self.max_stages is not None and self.max_stages < 1:
+            raise ValueError(f"max_stages must be at least 1, got {self.max_stages}")
         needed = sum(each.size for each in self.placements)
         if self.placements and (self.virtual > 1 or needed != self.cluster.size):
             raise ValueError(
@@ -327,8 +328,7 @@ class PartitionInput:
                 level = cluster.level(first - 1, first)
                 border[d] = level.alpha, level.beta
             for r in range(1, d + 1):
-                level = cluster.level(first, first + r - 1)
-                ring[d, r] = level.alpha, level.beta
+                ring[d, r] = self.wires(range(first, first + r))
                 if cluster.memory is not None:
                     memory[d, r] = min(cluster.memory[first : first + r])
         copies, in_flight = self.kept(min(self.depth, most))
@@ -368,6 +368,13 @@ class PartitionInput:
         layers, stages = len(self.profile.layers), positions * self.virtual
         cuts = tuple(stage * layers // stages for stage in range(stages))
         return StageCut(cuts, (1,) * stages, (self.recompute != "never",) * stages, 0.0)
+
+    def wires(self, devices: range) -> np.ndarray:
+        """Start-up and seconds per byte of equal wires on which a ring of these devices takes as long as
+        their exchange does, first and last segments of two tiers not counted.
+        """
+        count, link = max(2, len(devices)), self.cluster.exchange(devices, self.sharded)
+        return np.array([link.alpha / (count - 1), link.beta * count / (count - 1)])
 
     def first(self, positions: int, replicas: int) -> int:
         """The first device that is used: the last ones are."""

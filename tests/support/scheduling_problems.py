@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -52,8 +53,14 @@ def two_tiers(inside: Link, between: Link, overlaps: bool = True) -> TwoTierLink
 
 @st.composite
 def tiers(draw: st.DrawFn) -> TwoTierLink:
-    """Any two tiers, either of which may be the slower one."""
-    return two_tiers(draw(links()), draw(links()), draw(st.sampled_from([True, True, False])))
+    """Any two tiers, either of which may be the slower one. Without overlap of buckets, segments of one
+    bucket may be in both tiers at once.
+    """
+    link = two_tiers(draw(links()), draw(links()), draw(st.sampled_from([True, True, False])))
+    if link.overlaps or not draw(st.booleans()):
+        return link
+    slower = max(link.inside.beta, link.between.beta)
+    return replace(link, beta=slower, segment=draw(st.sampled_from([0.0, 64.0, 1e4])))
 
 
 def all_orders(buckets: int, late: bool = False) -> Iterator[tuple[Action, ...]]:

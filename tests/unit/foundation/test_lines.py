@@ -35,7 +35,9 @@ PACKAGES = ("commsched", "scheduler", "comm_core", "dnn_bench")
 # strange: checkpoints (145), elastic jobs (121) and doors (86).
 # By 1,780 for `dnn_bench faults` (1,051), virtual ranks (458), trials of plans (142), ranks that meet and
 # stores that stop (73), the port for new hosts (81), several ranks on a host (95), less wrappers (120).
-BUDGET = 55_981
+# By 63 for two tiers between replicas of stages (15), options that commands ignored (16), uneven hosts (10),
+# speeds given twice (6), and what else was there beyond the budget (16).
+BUDGET = 56_044
 
 
 def test_the_product_keeps_to_its_budget() -> None:

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import commsched as hvd
+from commsched.backends import cpu
 from commsched.backends.cpu import EngineBackend
-from commsched.optimizer.planner import Model, Options, Planner
+from commsched.optimizer.buckets import shares_by_host
+from commsched.optimizer.planner import Model, Options, Planner, TimedLink
 from commsched.optimizer.session import STAY
 from dnn_bench.emulate import OneProcess, emulated_backend, emulated_ranks
 from scheduler.ir.link import Link
@@ -22,13 +24,19 @@ RANKS = 2
 
 
 class Recorder:
-    """A transport that moves nothing and notes the bytes of its operations."""
+    """A transport that moves nothing and notes the bytes of its operations, and where ranks' parts end."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.ends: list[tuple[int, ...]] = []
+        self.size, self.closed = 4, False
 
-    def reduce_scatter(self, tensor: torch.Tensor) -> None:
+    def close(self, _: str) -> None:
+        self.closed = True
+
+    def reduce_scatter(self, tensor: torch.Tensor, ends: tuple[int, ...] = ()) -> None:
         self.sizes.append(tensor.nbytes)
+        self.ends.append(ends)
 
     all_gather = reduce_scatter
 
@@ -72,6 +80,32 @@ def test_ranks_of_unknown_hosts_have_a_host_each(monkeypatch: pytest.MonkeyPatch
     assert fillers("direct", job(monkeypatch, contradicting)) == [4 * BURST] * 3
     emulated = emulated_ranks(8)  # no launcher can be asked for their hosts
     assert fillers("EMULATED", emulated) == [8 * BURST] * 3
+
+
+def test_a_message_between_uneven_hosts_has_the_parts_of_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each host owns half. In equal parts the one with 3 ranks owned three quarters of it, and so the time of
+    a message was 1.5 times that of a bucket.
+    """
+    backend: Any = EngineBackend.__new__(EngineBackend)
+    backend.name, backend._transport, process_set = "tiers", Recorder(), job(monkeypatch, on(*"aaab"))
+    backend.ranks = SimpleNamespace(process_set=process_set, size=4)
+    for shares, parts in (((), ()), (shares_by_host([0, 0, 0, 1]), (10880, 21824, 32768, 65536))):
+        backend.shares = shares
+        backend.exchange_seconds(1 << 18)
+        assert backend._transport.ends[-3:] == [(), parts, parts]
+
+
+def test_between_hosts_a_rank_sends_its_part_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a host it sends all of it; all ranks of the host do both at once."""
+    backend: Any = EngineBackend.__new__(EngineBackend)
+    inside, between, whole = Recorder(), Recorder(), Recorder()
+    backend.name, backend._transport, process_set = "tiers", whole, job(monkeypatch, on(*"aaaabbbb"))
+    backend.ranks = SimpleNamespace(process_set=process_set, size=8, number=1)
+    monkeypatch.setattr(cpu, "tier_exchanges", lambda *_: (inside, between))
+    assert len(backend.tier_seconds([(1 << 20, 1 << 20), (1 << 16, 1 << 15)])) == 2
+    assert inside.sizes == [1 << 20] * 6 + [1 << 16] * 6
+    assert between.sizes == [1 << 18] * 6 + [1 << 13] * 6
+    assert inside.closed and between.closed and not whole.closed
 
 
 class Timed:
@@ -120,6 +154,17 @@ def test_a_planner_times_the_link_anew_for_larger_messages_only(
     after = planner(backend, **then, before=before)
     assert timed == 6 and len(backend.sizes) == (12 if anew else 6)
     assert (after.link is before.link) is not anew
+
+
+def test_the_rate_of_buckets_counts_where_small_messages_were_faster() -> None:
+    """A shaped link lets 2 MB pass at full speed. The mean of the ranks counts; one that joined has none."""
+    timed = TimedLink(Timed(), 4 * LARGE)  # type: ignore[arg-type]
+    assert (timed.link.alpha, timed.link.beta) == pytest.approx((1e-4, 1e-9))
+    sizes = 4 << 20, 16 << 20
+    by_rank = [[(size, 1e-4 + rate * size) for size in sizes] for rate in (3e-8, 5e-8)]
+    refined = timed.refined([*by_rank, []])
+    assert refined.beta == pytest.approx(4e-8, rel=1e-3)
+    assert timed.refined([]) == timed.link
 
 
 def test_another_backend_is_timed_even_with_the_same_ranks() -> None:

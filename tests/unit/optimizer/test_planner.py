@@ -4,17 +4,25 @@ import importlib
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from commsched.errors import CommError
 from commsched.optimizer import planner
-from commsched.optimizer.planner import Plan, Planner, plan_in_child
+from commsched.optimizer.planner import Model, Plan, Planner, plan_in_child
 from scheduler import policies, profiles
+from scheduler.ir.actions import parse_actions
+from scheduler.ir.buckets import one_per_layer
 from scheduler.ir.link import Link
+from scheduler.ir.program import Program
+from scheduler.pipelines import generate
+from tests.unit.optimizer.test_trials import planner_of
 
 LINK = Link(1e-4, 8e-9)
+TWO = Model(("a", "b"), (16, 16), (torch.float32,) * 2)
 PROFILE = profiles.shipped("resnet50")
 
 
@@ -100,3 +108,43 @@ def test_a_rank_that_reads_another_plan_than_rank_0_made_ends_the_job():
     ) as error:
         mine._agreed(None)
     assert aborted == [str(error.value)], "the other ranks were not told"
+
+
+def one_link(*lanes: tuple[str, str]) -> Program:
+    """A program of two layers of 64 bytes and the time between iterations."""
+    kernel = {"compute": parse_actions("B2 B1 B0 F0+1 F1+1 F2+1")}
+    kernel |= {name: parse_actions(order) for name, order in lanes}
+    return Program("mine", one_per_layer((0, 64, 64)), (kernel,), 3)
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (one_link(("link", "RS0 AG0"), ("other", "RS1 AG1")), "collectives outside of lane link"),
+        (one_link(("other", "AR0 AR1")), "collectives outside of lane link"),
+        (generate("gpipe", 2, profile=TWO.guess([0, 1], LINK), cuts=(0, 2)), "stages"),
+    ],
+)
+def test_a_given_program_is_an_order_on_one_link(program, words):
+    """Else the first backward said that a bucket is not in the installed plan."""
+    planner_of(TWO, schedule=one_link(("link", "RS0 RS1 AG1 AG0"))).first([0, 1])
+    with pytest.raises(ValueError, match=f"has {words}, but DistributedOptimizer executes one order"):
+        planner_of(TWO, schedule=program).first([0, 1])
+
+
+def test_a_given_program_does_the_step_that_was_asked_for():
+    """With gather='parameters' each AG waits for an update in step(), and so did the RS after it: for ever.
+    A program for early steps took them although ``early_step`` was False.
+    """
+    mixed, late = one_link(("link", "RS0 AG0 RS1 AG1")), one_link(("link", "RS0 RS1 AG1 AG0"))
+    early = replace(late, gather="parameters", early_step=True)
+    with pytest.raises(ValueError, match="AG0 gathers updated parameters before the last RS"):
+        planner_of(TWO, schedule=mixed, gather="parameters").first([0, 1])
+    with pytest.raises(ValueError, match="AR0 gathers gradients"):
+        planner_of(TWO, schedule=one_link(("link", "AR0 AR1")), gather="parameters").first([0, 1])
+    for program, asked in ((mixed, {}), (early, {}), (early, {"gather": "parameters"})):
+        used = planner_of(TWO, schedule=program, **asked).first([0, 1]).program
+        assert (used.link, used.early_step) == (program.link, False)
+        assert used.gather == asked.get("gather", "gradients")
+    again = planner_of(TWO, schedule=early, gather="parameters", early_step=True).first([0, 1])
+    assert again.program.hash == early.hash

@@ -24,11 +24,14 @@ from commsched.optimizer.planner import (
     sent_by_rows,
     sent_share,
     tied_heads,
+    times_of_buckets,
 )
 from scheduler.ir.buckets import Bucket, Piece
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Profile
 from scheduler.policies import plan
+from tests.support.engines import on_ranks, run_step
+from tests.support.two_tiers import tier_engines
 
 LINK = Link(alpha=1e-4, beta=1e-8)
 
@@ -138,14 +141,50 @@ def test_bytes_are_the_mean_and_seconds_the_median_of_the_steps() -> None:
         for step, took, size in ((4, 0.25, 100), (5, 0.25, 200), (6, 5.0, 150))
         for op, bucket, sent in ((0, 0, size), (1, 0, size), (0, 2, 10**6))
     ]
-    sent = sent_by_rows(np.array(rows, dtype=fields), layout, {0: Rows(10, 16000)}, sent_share(3))
+    sent = sent_by_rows(np.array(rows, dtype=fields), layout, {0: Rows(10, 16000)}, sent_share(0, 3))
     assert sent == {0: Sent(pytest.approx(225.0), 0.5)}  # type: ignore[arg-type]
+
+
+def test_only_buckets_that_are_sent_whole_time_the_link() -> None:
+    """Fewer bytes of rows travel than their bucket has."""
+    layout = build_layout(MODEL.numels, MODEL.itemsizes, BUCKETS, 3, rows={0: 10, 2: 20})
+    fields = [("bucket", "i4"), ("op", "i4"), ("start", "f8"), ("end", "f8")]
+    events = [(bucket, op, 1.0, 1.25 + op / 4) for bucket in range(len(BUCKETS)) for op in (0, 1)]
+    (whole,) = [number for number, piece in enumerate(layout.slices) if not piece.row]
+    timed = times_of_buckets(np.array(events, dtype=fields), BUCKETS, layout)
+    assert timed == [(BUCKETS[whole].bytes, 0.25), (BUCKETS[whole].bytes, 0.5)]
 
 
 def test_two_tiers_count_what_leaves_the_hosts() -> None:
     """Of 2 hosts each sends half of a message in RS and half in AG: a quarter from each of 4 ranks."""
-    assert sent_share(4, 2) == 1 / 4 and sent_share(4, 4) == sent_share(4) == 3 / 4
-    assert sent_share(8, 4) == 3 / 8
+    assert sent_share(1, 4, [0, 0, 1, 1]) == 1 / 4
+    assert sent_share(1, 4, [0, 1, 2, 3]) == sent_share(1, 4, [0] * 4) == sent_share(1, 4) == 3 / 4
+    assert sent_share(5, 8, [0, 0, 1, 1, 2, 2, 3, 3]) == 3 / 8
+
+
+def test_of_two_uneven_hosts_each_sends_half() -> None:
+    """The rank of the smaller host sends a half alone, not a ninth: its rows seemed to be 4.5 times as many.
+    On the larger host rank 0 sends the sum of what the other host owns, and each rank its own rows.
+    """
+    hosts = [0] * 8 + [1]
+    shares = [sent_share(rank, 9, hosts) for rank in range(9)]
+    assert shares == [1 / 9, *[1 / 18] * 7, 1 / 2] and sum(shares) == pytest.approx(1)
+    assert [sent_share(rank, 3, [0, 1, 0]) for rank in range(3)] == [1 / 3, 1 / 2, 1 / 6]
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 0, 0, 1], [0, 1, 0, 2]])
+def test_every_rank_finds_the_bytes_that_it_sent(hosts: list[int]) -> None:
+    """Engines send 80 touched rows of 256 bytes, and a number of 8 bytes with each."""
+    with tier_engines(hosts) as engines:
+
+        def sent(rank: int) -> float:
+            engines[rank].add_bucket(torch.ones(80 * 64), row=64)
+            engines[rank].install([("RS", 0), ("AG", 0)])
+            run_step(engines[rank], [0])
+            mean: float = engines[rank].events()["bytes"].sum() / 2
+            return mean / sent_share(rank, len(hosts), hosts)
+
+        assert on_ranks(len(hosts), sent) == [pytest.approx(80 * 264, rel=0.02)] * len(hosts)
 
 
 @pytest.mark.parametrize(

@@ -242,14 +242,17 @@ def test_recomputation_changes_neither_dropout_nor_statistics(recompute: bool) -
     assert int(found["norm.num_batches_tracked"]) == 12
 
 
-def test_frozen_and_unused_parameters() -> None:
+@pytest.mark.parametrize(("schedule", "count"), [("1f1b", 2), ("bundle", 1)])
+def test_frozen_and_unused_parameters(schedule: str, count: int) -> None:
+    """As in one process, weight decay moves no parameter that no replica has used, in buckets or whole."""
     model = chain_model(4)
     model[2].weight.requires_grad_(False)
-    model.register_parameter("spare", nn.Parameter(torch.ones(3)))
+    for module in (model, model[0]):
+        module.register_parameter("spare", nn.Parameter(torch.ones(3)))
     data = batches(3)
-    weights, _, _ = train(model, data, 4, momentum, schedule="1f1b", num_microbatches=2, mesh=(2, 2))
+    weights, _, _ = train(model, data, 4, momentum, schedule=schedule, num_microbatches=count, mesh=(2, 2))
     trained = copy.deepcopy(model)
-    stepper = momentum([p for n, p in trained.named_parameters() if p.requires_grad and n != "spare"])
+    stepper = momentum([p for p in trained.parameters() if p.requires_grad])
     for x, y in data:
         stepper.zero_grad()
         loss_of(trained(x), y).backward()

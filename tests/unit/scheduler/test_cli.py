@@ -14,7 +14,7 @@ import pytest
 from commsched.cli import main
 from commsched.cli.simulate import parse_ranks
 from scheduler import policies
-from scheduler.ir.link import Link
+from scheduler.ir.link import Level, Link, network_link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import Program
 
@@ -114,6 +114,17 @@ def test_link_from_a_file(capsys: pytest.CaptureFixture[str], small: str, tmp_pa
     assert (link["alpha"], link["beta"]) == (3e-4, 5e-10)
 
 
+def test_two_tiers_are_no_wire(capsys: pytest.CaptureFixture[str], small: str, tmp_path: Path) -> None:
+    """It has the cost of whole collectives, which counted as that of one message of a ring."""
+    file = str(tmp_path / "tiers.json")
+    network_link([Level(2, 1e-5, 1e-10), Level(2, 1e-4, 8e-10)], "tiers").save(file)
+    words = ("simulate", "--profile", small, "--policies", "dear", "--json", "--link", file)
+    assert "between" in json.loads(output(capsys, *words))["link"]
+    assert "no link of one of the ranks" in error(capsys, *words, "--ranks", "8")
+    words = ("partition", "--profile", small, "--devices", "4", "--link", file)
+    assert "no link of one of the devices" in error(capsys, *words)
+
+
 def test_hosts_of_several_ranks(capsys: pytest.CaptureFixture[str], small: str) -> None:
     """2 hosts of 4: three start-ups inside, one between; 3/4 of the bytes inside, half of them between."""
     words = ("simulate", "--profile", small, "--link", "alpha=1e-3,beta=1e-8", "--policies", "dear", "--json")
@@ -132,6 +143,7 @@ def test_hosts_of_several_ranks(capsys: pytest.CaptureFixture[str], small: str) 
     assert link["beta"] == pytest.approx(0.75e-10 + 0.5e-8)
     assert "need all of --ranks, --per-host and --inside" in error(capsys, *words, "--per-host", "4")
     assert "6 ranks do not fill hosts of 4" in error(capsys, *words, "--ranks", "6", *hosts[2:])
+    assert "--algorithm needs --ranks" in error(capsys, *words, "--algorithm", "direct")
 
 
 def test_sharded_comparison_leaves_out_all_reduces(capsys: pytest.CaptureFixture[str], small: str) -> None:
@@ -175,6 +187,8 @@ def test_plan_is_written_and_shown(capsys: pytest.CaptureFixture[str], small: st
     assert program.hash in text
     assert program.meta["period"] > 0
     assert program.plan in output(capsys, "show", file)
+    assert output(capsys, "show", file, "-o", str(tmp_path / "plan.txt")) == ""
+    assert (tmp_path / "plan.txt").read_text() == program.plan + "\n"
     shown = output(capsys, "show", file, "--profile", small, "--link", LINK)
     assert "link    |" in shown and "peak memory" in shown
     data = json.loads(output(capsys, "show", file, "--profile", small, "--link", LINK, "--json"))
@@ -210,6 +224,7 @@ def test_errors_say_what_is_wrong(capsys: pytest.CaptureFixture[str], small: str
     assert "--jitter" in error(capsys, *base, "--ranks", "2..4", "--jitter", "0.1")
     assert "model of 6 layers, profile 'vgg16' has 16" in error(capsys, "show", plan, "--profile", "vgg16")
     assert "needs --profile and --link" in error(capsys, "show", plan, "--format", "svg")
+    assert "timeline, which needs --profile" in error(capsys, "show", plan, "--link", LINK)
     (tmp_path / "damaged.json").write_text("{")
     assert "damaged.json: is not valid JSON" in error(capsys, "show", str(tmp_path / "damaged.json"))
 

@@ -59,6 +59,9 @@ def test_parse(text: str, alpha: float, beta: float) -> None:
         ("alpha=1,beta=-1", "beta must be a finite number of at least 0, got -1.0"),
         ("10gbits", "cannot read '10gbits'"),
         ("0gbit", "moves nothing"),
+        ("10gbit,1gbit", "1gbit gives beta a second time"),
+        ("10gbit,beta=1e-9", "beta=1e-9 gives beta a second time"),
+        ("alpha=1,beta=1,alpha=2", "alpha=2 gives alpha a second time"),
     ],
 )
 def test_parse_errors(text: str, message: str) -> None:

@@ -198,6 +198,12 @@ def test_messages_cost_what_their_level_costs() -> None:
     assert cluster.message(2, 1, 3.0) == 30.0
     assert cluster.collective(Kind.RS, (0, 1), 8.0) == 4.0
     assert cluster.collective(Kind.AR, (0, 1, 2, 3), 8.0) == 2 * 60.0
+    # In two tiers half of the bytes leave each host; this message is one segment, and halves wait inside.
+    assert cluster.collective(Kind.RS, (0, 1, 2, 3), 8.0) == 40.0 + 4.0
+    assert cluster.collective(Kind.RS, (0, 2), 8.0) == 40.0
+    assert cluster.collective(Kind.RS, (0, 1, 2), 8.0) == pytest.approx(160 / 3)
+    assert cluster.at((0, 2, 1, 3)).collective(Kind.AG, (0, 2, 3), 8.0) == pytest.approx(160 / 3)
+    assert cluster.at((0, 2, 1, 3)).collective(Kind.AG, (0, 1), 8.0) == 40.0
     assert cluster.at((2, 3, 0, 1)).message(0, 2, 1.0) == 10.0
     with pytest.raises(ValueError, match="one entry for each of 4 devices, got 1"):
         Cluster((Level(2, 0.0, 1.0), Level(2, 0.0, 1.0)), (5,))

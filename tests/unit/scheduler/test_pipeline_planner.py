@@ -120,6 +120,9 @@ def stage_time(
     seconds += profile.traffic_per_byte * exchanged * (replicas - 1) / replicas
     level = cluster.level(device, device + replicas - 1)
     sync = (replicas - 1) * (2 * level.alpha + level.beta * exchanged / replicas)
+    if replicas == 4 and not bundle:  # both ranks of both hosts: two tiers at once, half the bytes in each
+        sync = 2 * sum(tier.alpha for tier in cluster.levels)
+        sync += max(tier.beta for tier in cluster.levels) * exchanged / 2
     seconds += max(0.0, sync - backward * part)
     crossings = [(inputs, device)] if stage else []
     crossings += [(outputs, device + replicas)] if from_end > 1 else []
@@ -270,6 +273,32 @@ def test_plan_becomes_a_valid_program_within_its_memory() -> None:
     assert plan.ranks == program.ranks
 
 
+def test_the_message_across_a_border_may_be_the_bottleneck() -> None:
+    """A layer of 10 s on each of two devices, which one alone could not hold, and 40 s for what they send."""
+    profile = Profile("wide", tuple(Layer(str(n), 4.0, 6.0, 100, 80) for n in range(2)))
+    best = PartitionInput(profile, Cluster.flat(2, Link(0.0, 0.5), 400), "gpipe").search(2).best()
+    assert best is not None and best.replicas == (1, 1) and best.bottleneck == 40
+
+
+def test_the_state_of_several_stages_on_a_rank_counts() -> None:
+    """A device holds both layers with their gradients and activations, and no optimizer state beside them."""
+    profile = Profile("two", tuple(Layer(str(n), 4.0, 6.0, 100, 0) for n in range(2)))
+    cluster = Cluster.flat(1, Link(0.0, 0.0), 450)
+    assert partition(profile, cluster, "interleaved").memory == (400,)
+    with pytest.raises(ValueError, match="fits into the memory"):
+        partition(profile, cluster, "interleaved", state=1.0)
+
+
+def test_replicas_on_hosts_exchange_in_two_tiers() -> None:
+    """A flat ring puts 1.75 times the bytes on the hosts' links; with it half of the devices stayed idle."""
+    profile = Profile("flat", tuple(Layer(str(n), 10.0, 20.0, 50, 1) for n in range(2)))
+    cluster = Cluster((Level(4, 0.0, 0.0), Level(2, 0.0, 0.1)))
+    plan = partition(profile, cluster, "1f1b", max_stages=1)
+    # 8 ranks compute for 7.5 s; RS and AG put half of 100 bytes on each link, and the backward hides 5 s.
+    assert plan.replicas == (8,) and plan.bottleneck == pytest.approx(7.5 + 2 * 5 - 5)
+    assert partition(profile, cluster, "bundle", max_stages=1).replicas == (4,)
+
+
 def test_heavy_weights_behind_light_layers_are_not_replicated() -> None:
     """The shape of AlexNet: convolutions with few weights in front, then layers of many weights. Data
     parallelism would move the weights; the planner replicates the front alone.
@@ -382,6 +411,8 @@ def test_impossible_memory_says_so() -> None:
         ),
         ({"recompute": "maybe"}, "recompute must be one of never, auto, always"),
         ({"microbatches": 0}, "at least 1 micro-batch"),
+        ({"state": math.nan}, "a state of at least 0, got 1 and nan"),
+        ({"max_stages": 0}, "max_stages must be at least 1, got 0"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:

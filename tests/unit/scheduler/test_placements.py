@@ -104,8 +104,11 @@ def test_placements_that_cannot_be() -> None:
         Tiles((2, 2, 2))
     with pytest.raises(ValueError, match="2 positions is.*got 1 placements"):
         generate("1f1b", 2, placements=[Samples()])
-    with pytest.raises(ValueError, match="at least 1 replica of stages"):
-        place([Samples(0)])
+    with pytest.raises(ValueError, match="whole samples needs at least 1 rank, got 0"):
+        Samples(0)
+    for placements, replicas in (((), 1), ((Samples(),), 0)):
+        with pytest.raises(ValueError, match="at least 1 replica of at least 1 stage"):
+            place(placements, replicas)
     with pytest.raises(ValueError, match="every step ends before the next one begins"):
         generate("2bw", 2, 2, placements=[Samples(), Samples()], mirrored=True)
 

@@ -215,6 +215,9 @@ def test_jitter_waits_for_the_slowest_rank() -> None:
     assert len(ends) == 8
     start = next(event.start for event in result.timeline if event.action == Action(Kind.RS, 1))
     assert start >= max(ends.values())
+    # On average a rank is neither faster nor slower than without.
+    alone = simulate(program("RS0 RS1 AG1 AG0"), TWO, Link(0.0, 0.0), jitter=0.5, iterations=20_000, ranks=1)
+    assert alone.period == pytest.approx(alone.compute, rel=0.02)
 
 
 def test_fixed_number_of_iterations() -> None:
