@@ -76,11 +76,12 @@ class Settings:
         "transport of the optimizer's buckets: direct, ring, tiers, horovod, stream or plain; unset or"
         " auto: chosen for the device and the hosts",
     )
-    wait_for_plan: str = _setting(
+    wait_for_plan: int = _setting(
         "COMMSCHED_WAIT_FOR_PLAN",
-        "",
-        "1: training waits while a plan is searched, so that the same step always has it",
-        ("", "1"),
+        0,
+        "the step, counted from the one whose end begins a search, that takes its plan: always the same one,"
+        " and it waits where the search is not over; 1: at once; unset or 0: once the plan is found",
+        most=2**53,
     )
     timeline: str = _setting(
         "COMMSCHED_TIMELINE",

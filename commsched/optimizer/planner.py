@@ -566,8 +566,21 @@ def whole_buckets(
 
 # -- the child process ---------------------------------------------------------------------------------------
 
+# [Note: searches]
 # The compiler that a policy needs would stay in the training process's memory, so the policy runs in a child
-# process. Training need not wait for it: a thread does.
+# process. Training goes on while it searches. All ranks take its plan at the same step, e:
+#
+# | when | rank 0 | all ranks |
+# |---|---|---|
+# | end of s | starts the child | take a plan that needs no search, or keep theirs |
+# | from s+1 on | votes in the round's flags, once the child has ended | train |
+# | end of e | reads the child's answer | have rank 0's vote in the last round but one; meet; get the plan |
+# | e+1 | | use the plan from the first gradient on |
+#
+# Flags are exchanged in any case, so a vote costs nothing and no rank can miss it. A number of steps fixed
+# beforehand would be a guess, but makes runs comparable: ``COMMSCHED_WAIT_FOR_PLAN=N``, as rank 0 has it,
+# makes e s+N-1, and ranks wait there for the child. If the child was killed or took ``COMMSCHED_TIMEOUT``,
+# the ranks keep their plan: a search in the training process would stop all, and fail likewise.
 
 _FOLDER = str(Path(scheduler.__file__).resolve().parents[1])
 # Uses this very package, wherever it lies and whatever lies in the current folder.
@@ -625,29 +638,27 @@ class Child:
         self._thread.join()
 
 
-def plan_in_child(
-    profile: Profile, link: Link, policy: str, options: Mapping[str, Any], child: Child | None = None
-) -> Program:
+def plan_in_child(profile: Profile, link: Link, policy: str, options: Mapping[str, Any]) -> Program:
     """Return or raise what ``policies.plan`` does, from a child process if the policy needs a compiler.
 
-    Policies without a compiler, also the user's own, run here. ``child`` has been asked already.
+    Policies without a compiler, also the user's own, run here.
     """
-    if child is not None or policies.needs_compiler(policy, options):
-        answer = _answer_of_child("plan", profile, link, policy, dict(options), child=child)
+    if policies.needs_compiler(policy, options):
+        answer = _answer_of_child("plan", profile, link, policy, dict(options))
         if answer is not None:
             assert isinstance(answer, Program)
             return answer
     return policies.plan(profile, link, policy, **options)
 
 
-def _answer_of_child(*request: Any, child: Child | None = None) -> Any:
+def _answer_of_child(*request: Any) -> Any:
     """Return or raise a child's answer; None where this process must do the work itself: the compiler is
     loaded already, or no child can be started.
     """
-    if child is None and "numba" in sys.modules:
+    if "numba" in sys.modules:
         return None
     try:
-        return (child or Child(*request)).answer()
+        return Child(*request).answer()
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("the planning process failed, so this training process does its work: %s", error)
         return None
@@ -943,49 +954,56 @@ class Planner:
         """Return the first plan; it communicates after the backward if a measured plan will follow."""
         if isinstance(self.schedule, Program):
             return self._given_program(order)
+        wanted: tuple[Any, ...] = self.model.guess(order, self.link), list(order), "sequential"
         if self.given is not None:
-            return self._agreed(self._made(*self.model.fitted(self.given, order), self.policy))[0]
-        return self._agreed(self._made(self.model.guess(order, self.link), list(order), "sequential"))[0]
+            wanted = *self.model.fitted(self.given, order), self.policy
+        return self._agreed([self._made(*wanted)])[0][0]
 
-    def begin(self, profile: Profile, order: Sequence[int], meanwhile: bool) -> tuple[Plan | None, bool]:
-        """Return a plan for measured times, and whether a better one is searched, which ``finish`` returns.
+    def begin(
+        self, profile: Profile, order: Sequence[int], meanwhile: bool
+    ) -> tuple[Plan | None, int | None]:
+        """Return a plan for measured times, and when a better one, which is searched, comes from ``finish``.
 
-        Searches run in a process beside the training. ``meanwhile``: return a plan for that time, too, with
-        every RS under the backward and every AG under the next forward; else None.
+        That is after so many steps; 0: once ``is_ready``; None: no plan is searched. See [Note: searches].
+        ``meanwhile``: return a plan for the time of the search, too, with every RS under the backward and
+        every AG under the next forward; else None.
         """
         self.close()
         self._wanted = wanted = profile, list(order)
-        policy = self.policy
-        if self.ranks.rank == 0 and isinstance(policy, str) and not settings().wait_for_plan:
+        policy, wait = self.policy, settings().wait_for_plan
+        steps: int | None = max(0, wait - 1)
+        if self.ranks.rank == 0 and isinstance(policy, str) and wait != 1:
             with suppress(OSError, ValueError):  # ``_made`` meets them again
                 options = self._options_for(*wanted, policy)
                 if policies.needs_compiler(policy, options):
                     self._child = Child("plan", profile, self.link, policy, options)
         if self._child is None:
-            return self._agreed(self._made(*wanted, policy))
-        size = max(1, min(BUCKET_BYTES, sum(profile.sizes) // _LEAST_BUCKETS))
-        return self._agreed(self._made(*wanted, "dear", bucket_bytes=size) if meanwhile else None, True)
+            made, steps = self._made(*wanted, policy), None
+        else:
+            size = max(1, min(BUCKET_BYTES, sum(profile.sizes) // _LEAST_BUCKETS))
+            made = self._made(*wanted, "dear", bucket_bytes=size) if meanwhile else None
+        (plan,), steps = self._agreed([made], steps)
+        return plan, steps
 
     @property
     def is_ready(self) -> bool:
         """Whether the plan that ``begin`` has had made is there: only rank 0 knows."""
         return self._child is not None and self._child.has_ended
 
-    def finish(self) -> Plan:
-        """Return the plan that ``begin`` has had searched."""
+    def finish(self) -> Plan | None:
+        """Return the plan that ``begin`` has had searched; None if the search failed."""
         assert self._wanted is not None
         child, self._child = self._child, None
-        return self._agreed(self._made(*self._wanted, self.policy, child))[0]
+        return self._agreed([self._made(*self._wanted, self.policy, child)])[0][0]
 
     def like_ddp(self, plan: Plan) -> list[Plan]:
         """Return plans with the profile of this one that all-reduce bucket after bucket, as DDP does.
 
         One for each size of DDP's buckets, or for those that the user gave, but none that sends as this one.
         """
-        plans = [plan]
-        for size in DDP_BYTES:
-            made = self._made(plan.profile, list(plan.layers[1:]), "wfbp", bucket_bytes=size)
-            other, _ = self._agreed(made)
+        plans, order = [plan], list(plan.layers[1:])
+        made = [self._made(plan.profile, order, "wfbp", bucket_bytes=size) for size in DDP_BYTES]
+        for other in self._agreed(made)[0]:
             if all(other.sends != known.sends for known in plans):
                 plans.append(other)
         return plans[1:]
@@ -1001,40 +1019,49 @@ class Planner:
     ) -> Plan | ValueError | None:
         """Return a plan, or why there is none; None on other ranks than 0, where nothing is made.
 
-        ``more``: options for what the user leaves open. Not collective.
+        ``child`` searches this plan; None if it failed. ``more``: options for what the user leaves open.
         """
         if self.ranks.rank:
             return None
         try:
-            options = {**more, **self._options_for(profile, order, policy)}
-            program = plan_in_child(profile, self.link, policy, options, child)
+            if child is not None:
+                program = child.answer()
+            else:
+                options = {**more, **self._options_for(profile, order, policy)}
+                program = plan_in_child(profile, self.link, policy, options)
         except ValueError as error:
             return error
+        except subprocess.SubprocessError as error:
+            _log.warning("the search of a plan failed, so training keeps the plan in use: %s", error)
+            return None
         layers = (-1, *order)
         if not _has_parts(program, profile):
             profile = profile.whole()
         whole = {k: self.model.bytes(i) for k, i in enumerate(layers) if i in self.model.rows}
         return Plan(program, profile, self.link, layers, whole)
 
-    def _agreed(self, made: Plan | ValueError | None, searches: bool = False) -> tuple[Any, bool]:
-        """Return, on all ranks, what rank 0 has made and whether it searches; raise the error, if it is one.
+    def _agreed(
+        self, made: Sequence[Plan | ValueError | None], steps: int | None = None
+    ) -> tuple[list[Any], int | None]:
+        """Return, on all ranks, what rank 0 has made, and its ``steps``; raise an error that is among it.
 
-        The plan brings its hash along: it shows whether this rank has read the same plan.
+        Each plan brings its hash along: it shows whether this rank has read the same plan.
         """
-        told = made.program.hash if isinstance(made, Plan) else ""
-        plan, searches, told = self.ranks.share((made, searches, told))
-        if isinstance(plan, ValueError):
-            raise plan
-        if plan is not None and plan.program.hash != told:
-            reason = (
-                f"rank {self.ranks.rank} has read plan {plan.program.hash}, but rank 0 has made {told}; this"
-                " is a fault of commsched, please report it"
-            )
-            self.backend.abort(reason)  # ranks that have read the right one must not wait for this one
-            raise CommError(reason)
-        if plan is not None and not _has_parts(plan.program, plan.profile):
-            self.model = self.model.sent_whole()
-        return plan, searches
+        hashes = [each.program.hash if isinstance(each, Plan) else "" for each in made]
+        plans, steps, hashes = self.ranks.share((made, steps, hashes))
+        for plan, told in zip(plans, hashes, strict=True):
+            if isinstance(plan, ValueError):
+                raise plan
+            if plan is not None and plan.program.hash != told:
+                reason = (
+                    f"rank {self.ranks.rank} has read plan {plan.program.hash}, but rank 0 has made {told};"
+                    " this is a fault of commsched, please report it"
+                )
+                self.backend.abort(reason)  # ranks that have read the right one must not wait for this one
+                raise CommError(reason)
+            if plan is not None and not _has_parts(plan.program, plan.profile):
+                self.model = self.model.sent_whole()
+        return plans, steps
 
     def _options_for(self, profile: Profile, order: Sequence[int], policy: Any) -> dict[str, Any]:
         """Return the policy's options; with the user's groups or owners, the buckets are given."""

@@ -2,9 +2,15 @@
 
 ``docs/optimizer.md`` ("Planning") tells which iterations are timed and when plans are made. In the flags of
 every round the ranks vote: rank 0 when its plan has been found, so that all install it between the same two
-iterations, and each rank when the step has become so much slower or faster that a new plan is due. Soon after
-the second plan one rank's vote is enough: if its compute is much shorter than it was while it was measured,
-the measurement was disturbed.
+iterations, and each rank when the step has become so much slower or faster that a new plan is due.
+
+[Note: disturbed measurements]
+Steps that communicate after their compute are slow. A series of them is timed for the first plan, after a
+drift, and for another order of the forward; never because another program had a processor meanwhile. Times
+beside the traffic then replace those, and cost nothing: always under the first plan, and again if a rank's
+compute after a plan is much shorter than it was while it was timed. One rank's vote is enough; when the ranks
+meet, each tells whether it voted for a slow series. The link stays as it was fitted; if that was wrong, DDP's
+way may be faster: see [Note: trials].
 
 Once a searched plan is in use, ``Trial`` times it beside DDP's way: see [Note: trials].
 
@@ -65,7 +71,6 @@ from commsched.optimizer.measuring import (
     StepTimes,
     across_ranks,
     combine,
-    disturbed,
     iteration_times,
     spread,
 )
@@ -80,7 +85,6 @@ from scheduler.ir.profile import Profile
 WARM_UP = 1
 SAMPLES = 3
 REPEATS = 2  # how often disturbed measurements are made again
-ALONE = 0.3  # compute so much slower alone than beside traffic was disturbed; less is left to the second plan
 SAME = 0.02  # compute beside traffic counts as equally fast up to this relative difference
 TRY_AFTER = 2 * NOTICED  # timed steps of a searched plan, the first turn of its trial
 TURN = 3  # timed steps of each later turn
@@ -234,6 +238,7 @@ class Session:
         self.profile: Profile | None = None
         self._measuring: Measuring | None = None
         self.searches = False  # whether a plan for ``profile`` is being searched, beside the training
+        self._steps_left = 0  # until the step that takes it; 0: rank 0 votes for one
         self._measure_next = False  # whether the first iterations under that plan are timed
         self._compute: float | None = None  # this rank's, as it was measured beside the traffic
         self._repeats = REPEATS
@@ -411,7 +416,8 @@ class Session:
         elif self._measuring is not None:
             return self._take_sample(self._measuring)
         elif self.searches:
-            if self._has_majority():
+            self._steps_left -= 1
+            if self._steps_left == 0 or (self._steps_left < 0 and self._has_majority()):
                 return self._finish_plan
             self.round.vote = self.backend.ranks.size if self.planner.is_ready else 0
         elif self.trial is not None and not self.trial.over:
@@ -420,12 +426,11 @@ class Session:
             # Ranks that never wait do not notice another forward order, so a rank that does votes for all.
             # Another program may have had one rank's processor.
             reordered = self.hooks.order_changed and self.times.may_replan_at_once()
+            drifted = self.times.has_drifted()
             every = self.backend.ranks.size if reordered or self._was_disturbed() else 0
-            self.round.vote = every or int(self.times.has_drifted())
+            self.round.vote = every or int(drifted)
             if self._has_majority():
-                self.times.patience *= 2
-                self._repeats -= 1
-                self._start_measuring()
+                return partial(self._measure_again, reordered or drifted)
             elif self.trial is None and self.times.has_timed(self._try_after) and not self.why_untried:
                 return self._end_turn
         return None
@@ -464,12 +469,24 @@ class Session:
 
     def _start_measuring(self) -> None:
         self._measuring, self._compute = Measuring(alone=True), None
-        self.trial, self._try_after = None, TRY_AFTER
         self.round.vote = 0
         self.round.settle()
         self._take_up()
         self.hooks.forget_order()
         self.round.send_at_end = True
+        self._watch_next()
+
+    def _measure_again(self, alone: bool) -> None:
+        """Measure what the ranks have voted for: ``alone`` if one needs that, else beside the traffic."""
+        self.times.patience *= 2
+        self._repeats -= 1
+        if any(self.backend.ranks.all_values(alone)):
+            self._start_measuring()
+        else:
+            self._measure_beside()
+
+    def _measure_beside(self) -> None:
+        self._measuring, self.round.vote = Measuring(alone=False), 0
         self._watch_next()
 
     def _take_sample(self, now: Measuring) -> Callable[[], None] | None:
@@ -528,20 +545,25 @@ class Session:
         self._plan_for(profile, meanwhile=True)
 
     def _plan_for(self, profile: Profile, meanwhile: bool) -> None:
-        self.profile = profile
-        plan, self.searches = self.planner.begin(profile, self.order, meanwhile)
+        self.profile, self.trial, self._try_after = profile, None, TRY_AFTER
+        plan, steps = self.planner.begin(profile, self.order, meanwhile)
+        self.searches, self._steps_left = steps is not None, steps or 0
         if plan is not None:
             (self.install if self.searches else self._use)(plan)
 
     def _finish_plan(self) -> None:
         self.searches, self.round.vote = False, 0
-        self._use(self.planner.finish())
+        plan = self.planner.finish()
+        if plan is not None:
+            self._use(plan)
+        else:
+            self.times.restart()  # votes for the plan may still arrive
 
     def _use(self, plan: Plan) -> None:
         self._install_next(plan)
         if self._measure_next:
-            self._measure_next, self._measuring = False, Measuring(alone=False)
-            self._watch_next()
+            self._measure_next = False
+            self._measure_beside()
 
     def _profile(self, rows: Sequence[Sample], source: str) -> Profile:
         return self.planner.model.profile(self.order, across_ranks(rows, self.order), source)
@@ -563,12 +585,9 @@ class Session:
         if not rows or self.profile is None:
             return
         profile = self._profile(rows, source)
-        alone, self.profile = self.profile.compute, profile
+        before, self.profile = self.profile.compute, profile
         self._compute = combine(samples).compute if samples else None
-        if self._repeats and disturbed(alone, profile.compute, ALONE):
-            self._repeats -= 1
-            self._start_measuring()
-        elif abs(profile.compute / alone - 1) > SAME:
+        if abs(profile.compute / before - 1) > SAME:
             self._plan_for(profile, meanwhile=False)
         else:
             self.plan = replace(self.plan, profile=profile)

@@ -71,9 +71,10 @@ def assert_same_steps(
 
 
 @contextmanager
-def searching(seconds: float) -> Iterator[None]:
-    """Plans are searched beside the training, for so long."""
-    before = os.environ.pop("COMMSCHED_WAIT_FOR_PLAN", "")
+def searching(seconds: float, wait: str = "") -> Iterator[None]:
+    """Plans are searched beside the training, for so long, with this COMMSCHED_WAIT_FOR_PLAN."""
+    before = os.environ.get("COMMSCHED_WAIT_FOR_PLAN", "")
+    os.environ["COMMSCHED_WAIT_FOR_PLAN"] = wait
     settings.cache_clear()
     try:
         with patch.object(planner, "_CODE", f"import time; time.sleep({seconds})\n{planner._CODE}"):

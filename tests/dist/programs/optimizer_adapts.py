@@ -125,12 +125,40 @@ def what_was_measured_beside_another_program_is_measured_again(me: Me) -> None:
     twin.end(must_have_waited=False)
 
 
+@case()
+@only_pauses_take_time()
+def a_disturbed_measurement_costs_no_second_series_of_slow_steps(me: Me) -> None:
+    """One rank is slow for the series alone, or until after the one beside the traffic too."""
+    for disturbed in (WARM_UP + SAMPLES, 10):
+        twin, alone = adapting(me), []
+        for step in range(40):
+            twin.model.pause = 0.06 if me.rank == 1 and step < disturbed else 0.03
+            alone.append(twin.optimizer._session.round.send_at_end)
+            train(twin, range(step, step + 1))
+            if step + 1 == WARM_UP + SAMPLES:
+                measured = forward(twin.optimizer.profile())
+        steps = [step for step, slow in enumerate(alone) if slow]
+        assert len(steps) == WARM_UP + SAMPLES, f"slow until step {disturbed}, then alone in steps {steps}"
+        assert forward(twin.optimizer.profile()) < 0.75 * measured, twin.optimizer.profile().source
+        twin.end(must_have_waited=False)
+
+
 @case(ranks=(2, 3))
 def training_goes_on_while_a_plan_is_searched(me: Me) -> None:
-    """All ranks take the plan at the same step, and both gathers are exact before and after."""
+    """All ranks, of which each has its own speed, take the plan at the same step; none waits for the search.
+
+    Both gathers are exact before and after.
+    """
+    answer, asked = planner.Child.answer, []
+
+    def noted(child: planner.Child) -> Any:
+        asked.append(child.has_ended)
+        return answer(child)
+
     for gather in GATHERS:
-        with searching(0.5):
+        with searching(0.5), patch.object(planner.Child, "answer", noted):
             twin = adapting(me, gather=gather)
+            twin.model.pause = 0.002 * me.rank
             session, step, meanwhile = twin.optimizer._session, 0, []
             while session._measuring is not None or session.searches:
                 if session.searches:
@@ -142,6 +170,49 @@ def training_goes_on_while_a_plan_is_searched(me: Me) -> None:
             assert me.everybody(f"{step} {meanwhile}") == [f"{step} {meanwhile}"] * me.size
             train(twin, range(step, step + 5))
             twin.end(must_have_waited=False)
+    assert all(asked) and bool(asked) == (me.rank == 0), f"the child had ended when it was asked: {asked}"
+
+
+@case(ranks=(2, 3))
+def the_step_that_takes_a_plan_can_be_fixed(me: Me) -> None:
+    """It takes the plan whether the search was over before it or not; rank 0's setting counts."""
+    steps = {}
+    for search in (0.0, 1.0):
+        with searching(search, "6" if me.rank == 0 else ""):
+            twin = adapting(me)
+            session, seen = twin.optimizer._session, []
+            twin.model.pause = 0.15 if search == 0.0 else 0.0
+            while session._measuring is not None or session.searches:
+                train(twin, range(len(seen), len(seen) + 1))
+                seen.append((session.searches, session.plan.program.policy))
+                assert len(seen) < 60, "no plan was taken"
+            steps[search] = seen[: WARM_UP + SAMPLES + 8]
+            twin.end(must_have_waited=False)
+    first = WARM_UP + SAMPLES - 1
+    assert steps[0.0][first : first + 5] == [(True, "dear")] * 5 and not steps[0.0][first + 5][0], steps
+    assert steps[0.0] == steps[1.0] and me.everybody(str(steps)) == [str(steps)] * me.size, steps
+
+
+@case(ranks=(2,))
+def ranks_keep_their_plan_where_a_search_fails(me: Me) -> None:
+    """The training process, which cannot do better, is not stopped for a search of its own."""
+    with searching(1000.0):
+        twin = adapting(me)
+        session = twin.optimizer._session
+        train(twin, range(8))
+        before, child = session.plan.program.hash, session.planner._child
+        assert session.searches and session.plan.program.policy == "dear"
+        if child is not None:
+            child._process.kill()
+        while session.searches:
+            train(twin, range(twin.steps, twin.steps + 1))
+            assert twin.steps < 5000, "the search does not end"
+        ended = str(twin.steps)
+        assert me.everybody(ended) == [ended] * me.size
+        for _ in range(5):
+            train(twin, range(twin.steps, twin.steps + 1))
+            assert session.plan.program.hash == before and session._measuring is None, session.plan
+        twin.end(must_have_waited=False)
 
 
 @case(ranks=(2,))

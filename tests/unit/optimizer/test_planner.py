@@ -97,16 +97,16 @@ def test_without_children_the_plan_is_made_here(monkeypatch, caplog):
 
 def test_a_rank_that_reads_another_plan_than_rank_0_made_ends_the_job():
     plan = Plan(policies.plan(PROFILE, LINK, "dear", ranks=2), PROFILE, LINK, ())
-    told, aborted = [plan, False, plan.program.hash], []
+    told, aborted = [[plan], 7, [plan.program.hash]], []
     mine = Planner.__new__(Planner)
     mine.ranks = SimpleNamespace(rank=1, share=lambda value: told)
     mine.backend, mine.model = SimpleNamespace(abort=aborted.append), SimpleNamespace(sent_whole=lambda: None)
-    assert mine._agreed(None) == (plan, False) and not aborted
-    told[2] = "another"
+    assert mine._agreed([None]) == ([plan], 7) and not aborted
+    told[2] = ["another"]
     with pytest.raises(
         CommError, match=f"rank 1 has read plan {plan.program.hash}, but rank 0 has made another"
     ) as error:
-        mine._agreed(None)
+        mine._agreed([None])
     assert aborted == [str(error.value)], "the other ranks were not told"
 
 

@@ -67,6 +67,12 @@ def test_sizes_that_the_user_gave_stay() -> None:
     assert sizes(only) == [16, 16]
 
 
+def test_ranks_agree_on_all_that_is_tried_in_one_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner, told = planner_of(MODEL), []
+    monkeypatch.setattr(planner.ranks, "share", lambda value: told.append(value) or value)
+    assert planner.like_ddp(SEARCHED) == [DEFAULT, TUNED] and len(told) == 1
+
+
 def test_what_sends_as_the_searched_plan_does_is_not_tried() -> None:
     """Whether a plan has an all-reduce or its two halves in a row."""
     assert planner_of(MODEL).like_ddp(DEFAULT) == [TUNED]
