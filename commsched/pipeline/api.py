@@ -22,7 +22,7 @@ from commsched.pipeline.exchange import Inputs, checked_pair
 from commsched.pipeline.factory import Make, WeightSource, keep_freed_memory
 from commsched.pipeline.interpreter import EVALUATED, Evaluation, Interpreter, Losses
 from commsched.pipeline.messages import Fabric, ProcessFabric
-from commsched.pipeline.reduction import checked_ties, share_ties, sum_ties
+from commsched.pipeline.reduction import checked_ties, sum_ties
 from commsched.pipeline.shares import Count, Sampling, StepSampler, Terms, rows_to_pass
 from commsched.pipeline.stage import GradientTypes, Loss
 from commsched.pipeline.update import Clipping, Factory, OnStep, added_to, scale
@@ -162,11 +162,12 @@ class Pipeline:
         clips: bool,
     ) -> None:
         tied, names = chain.tied(self.layout.cuts).values(), chain.first_names()
-        own = optimizer is None
-        self.stages = make_stages(chain, self.program, self.fabric, loss, tied, own, tile_options, types)
-        build.share_weights(self.layout, self.fabric, self._lane, self.stages)
+        shared, own = chain.shared(self.layout.cuts).values(), optimizer is None
+        self.stages = make_stages(
+            chain, self.program, self.fabric, loss, tied, shared, own, tile_options, types
+        )
         ties, lane = checked_ties(tied, self.program, self.stages), self.fabric.lane("ties")
-        share_ties(ties, self.stages, lane, self.rank)
+        build.share_weights(chain, self.layout, self.fabric, self._lane, self.stages, shared)
         maker = UpdateMaker(chain, self.program, self.fabric, optimizer, on_step, hosts, names)
         self._updates = maker.make(self.stages, ties)
         self._losses = Losses(self.layout, self.fabric, self.stages)

@@ -221,13 +221,35 @@ def fill(
     chain.fill(mine, random, device)
 
 
-def share_weights(layout: Layout, fabric: Fabric, lane: Lane, stages: dict[int, Stage]) -> None:
-    """Replicas start with their first rank's weights and buffers."""
+@torch.no_grad()
+def share_weights(
+    chain: Chain,
+    layout: Layout,
+    fabric: Fabric,
+    lane: Lane,
+    stages: dict[int, Stage],
+    shared: Collection[Mapping[int, str]],
+) -> None:
+    """Ranks that are not seeded alike have made other weights and buffers: a stage starts with those of its
+    first rank, and all stages that have a tensor, or run a module in no layer, with the first one's.
+    ``shared``: the values of ``Chain.shared``.
+    """
     for number, stage in stages.items():
-        ranks = layout.members(number)
-        state = from_first(lane, fabric.rank, ranks, stage.module.state_dict())
+        ranks, unsaved = layout.members(number), dict(stage.module.named_buffers())
+        state = from_first(lane, fabric.rank, ranks, unsaved | stage.module.state_dict())
         if fabric.rank != ranks[0]:
             stage.load(state)
+            stage.load_buffers(state)
+    alike = [(users, [t for n, name in users.items() if n in stages for t in stages[n].copies(name)])
+             for users in shared]  # fmt: skip
+    alike += [(dict.fromkeys(range(layout.stages), ""), [buffer.data]) for buffer in chain.free_buffers()]
+    for users, mine in alike:
+        first = layout.members(min(users))[0]
+        others = {rank for number in users for rank in layout.members(number)} - {first}
+        if mine:
+            value = from_first(lane, fabric.rank, [first, *sorted(others)], mine[0])
+            for tensor in mine:
+                tensor.copy_(value)
 
 
 # -- the stages of one rank, with what steps them ------------------------------------------------------------
@@ -245,13 +267,13 @@ def make_stages(
     fabric: Fabric,
     loss: Loss,
     tied: Collection[Mapping[int, str]],
+    shared: Collection[Mapping[int, str]],
     own_parameters: bool,
     tile_options: Any,
     types: GradientTypes,
 ) -> dict[int, Stage]:
     layout, rank = program.layout, fabric.rank
     stages: dict[int, Stage] = {}
-    shared = list(chain.shared(layout.cuts).values())
     for number in layout.held_by(rank):
         layers = layout.layers(number, len(chain))
         module = chain.stage(layers.start, layers.stop)

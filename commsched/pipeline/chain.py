@@ -136,6 +136,11 @@ class Chain:
         trained = {id(parameter) for parameter in self.model.parameters() if parameter.requires_grad}
         return {key: stages for key, stages in self.shared(cuts).items() if key in trained}
 
+    def free_buffers(self) -> list[Tensor]:
+        """Buffers of modules in no layer, which every stage runs."""
+        held = {id(tensor) for layer in range(len(self)) for tensor in self._forward.tensors(layer).values()}
+        return [buffer for buffer in self.model.buffers() if id(buffer) not in held]
+
     def first_names(self) -> dict[str, str]:
         """By every name of a parameter the one that ``named_parameters`` of the model has: tied parameters
         have several. Only before stages are made, like ``shared``.

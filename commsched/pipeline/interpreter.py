@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import pairwise, zip_longest
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -398,23 +398,26 @@ class Evaluation:
         exchange = self.exchange
         exchange.inbox.expect([action for action in self._receives if self._comes(action)])
         counted: list[Tensor] = []
-        self._share_buffers()
-        with self._evaluating():
+        with self._evaluating(), self._first_buffers():
             for action in self._forwards:
                 self._forward(action, count, counted)
                 exchange.inbox.pump()
         return _sum(counted) if counted else None
 
-    def _share_buffers(self) -> None:
-        """Replicas take the running statistics of their first one, which the saved model has too. Mirrored
+    @contextmanager
+    def _first_buffers(self) -> Iterator[None]:
+        """With the running statistics of each stage's first replica, which the saved model has too. Mirrored
         ones keep their own.
         """
-        for number, stage in () if self.layout.mirror else self.stages.items():
-            ranks, mine = self.layout.members(number), dict(stage.module.named_buffers())
-            if len(ranks) > 1 and mine:
-                first = from_first(self._lane, self.rank, ranks, mine)
-                if self.rank != ranks[0]:
-                    stage.load_buffers(first)
+        with ExitStack() as lent:
+            for number, stage in () if self.layout.mirror else self.stages.items():
+                ranks = self.layout.members(number)
+                mine = dict(stage.module.named_buffers(remove_duplicate=False))
+                if len(ranks) > 1 and mine:
+                    first = from_first(self._lane, self.rank, ranks, mine)
+                    if self.rank != ranks[0]:
+                        lent.enter_context(stage.with_buffers(first))
+            yield
 
     def _forget(self) -> None:
         exchange = self.exchange

@@ -196,9 +196,15 @@ def ordered(model: nn.Module, layers: Sequence[ModuleLayer], events: Iterable[Ev
                 if layer not in running and home != reader:
                     borrowed.setdefault(reader, {})[tensor] = None
     lent = {tensor for found in borrowed.values() for tensor in found}
-    for number, layer_ in enumerate(layers):  # what no forward reads stays, at the end
-        if not any(id(tensor) in lent or id(tensor) in first for tensor in layer_.tensors().values()):
-            order.setdefault(number)
+    numbers = list(order)
+    for number, layer_ in enumerate(layers):
+        read_by_others = any(id(t) in lent or id(t) in first for t in layer_.tensors().values())
+        if number not in order and not read_by_others:
+            # This forward has not run it, and another one may (layer drop): after the one before it in the
+            # model.
+            before = [place for place, other in enumerate(numbers) if other < number]
+            last = max(before, key=numbers.__getitem__, default=-1)
+            numbers.insert(last + 1, number)
     taken: dict[int, list[int]] = {}  # by layer, what it has of opened modules
     for tensor, home in first.items():
         taken.setdefault(home, []).append(tensor)
@@ -208,7 +214,7 @@ def ordered(model: nn.Module, layers: Sequence[ModuleLayer], events: Iterable[Ev
             _without(layers[number].own, {tensor for tensor, home in first.items() if home != number}),
             _held_alone(homes, [*taken.get(number, ()), *borrowed.get(number, ())], layers[number].own),
         )
-        for number in order
+        for number in numbers
     ]
 
 

@@ -26,7 +26,7 @@ from commsched.optimizer.gradient import OptimizerState, Residuals
 from commsched.optimizer.planner import BLOCK
 from commsched.optimizer.round import inside_a_backward
 from commsched.optimizer.sharded_step import ShardView
-from commsched.pipeline.messages import Lane, everyones, from_first, receive_tree, send_tree, to_host
+from commsched.pipeline.messages import Lane, everyones, receive_tree, send_tree, to_host
 from commsched.pipeline.stage import Stage, Version
 from scheduler.ir.buckets import Bucket, Piece
 from scheduler.ir.program import Program, delays
@@ -448,19 +448,6 @@ def checked_ties(
             ranks = {rank for number in users for rank in program.layout.members(number)}
             ties.append(Tie(tuple(mine), tuple(sorted(ranks)), program.layout.members(min(users))[0]))
     return ties
-
-
-@torch.no_grad()
-def share_ties(ties: Sequence[Tie], stages: Mapping[int, Stage], lane: Lane, rank: int) -> None:
-    """All copies of a shared parameter start with the value that its first stage has: ranks that are not
-    seeded alike have made others.
-    """
-    for tie in ties:
-        copies = [stages[number].versions.newest.leaves[place].data for number, place in tie.mine]
-        others = [peer for peer in tie.ranks if peer != tie.first]
-        value = from_first(lane, rank, [tie.first, *others], copies[0])
-        for copy in copies:
-            copy.copy_(value)
 
 
 def sum_ties(ties: Sequence[Tie], stages: Mapping[int, Stage], lane: Lane, rank: int, period: int) -> None:

@@ -147,6 +147,27 @@ class Stage:
             for key, value in module.named_buffers():
                 value.copy_(state[key])
 
+    @contextmanager
+    def with_buffers(self, state: Mapping[str, Tensor]) -> Iterator[None]:
+        """With copies of these in place of the module's buffers, which graphs in flight may have saved."""
+        slots = [
+            (*_slot(module, name), own, name)
+            for module in self.modules
+            for name, own in module.named_buffers(remove_duplicate=False)
+        ]
+        copies = {id(own): state[name].to(own.device, copy=True) for *_, own, name in slots}
+        for buffers, key, own, _ in slots:
+            buffers[key] = copies[id(own)]
+        try:
+            yield
+        finally:
+            for buffers, key, own, _ in slots:
+                buffers[key] = own
+
+    def copies(self, name: str) -> list[Tensor]:
+        """A tensor of the module, and that of each copy on tiles, without a script's view of their writes."""
+        return [values[key].data for module in self.modules for values, key in [_slot(module, name)]]
+
     def _no_grads(self) -> list[Tensor | None]:
         return [None] * len(self.versions.names)
 
@@ -264,9 +285,12 @@ class Stage:
             self._checked = micro[1]
             self._check_parameters(saved, [output for output, _ in pairs])
         inputs = [x for x in saved.leaves if isinstance(x, Tensor) and x.requires_grad]
+        halves = None
         if split and inputs and pairs:
             outputs, sent = [output for output, _ in pairs], [grad for _, grad in pairs]
-            found, saved.weights = split_backward(outputs, sent, inputs, saved.version.leaves)
+            halves = split_backward(outputs, sent, inputs, saved.version.leaves)
+        if halves is not None:
+            found, saved.weights = halves
             result = iter(found)
         else:
             self._whole_backward(pairs, inputs, saved.version, self.grads[micro[1]])
@@ -573,18 +597,20 @@ class Versions:
 # these nodes to its parameters alone, so nothing is computed twice.
 
 Grads = tuple["Tensor | None", ...]
+# The backward of a compiled block gives its memory back; that of a checkpoint with use_reentrant=True refuses
+# to compute some gradients only.
+_AT_ONCE = ("CompiledFunctionBackward", "CheckpointFunctionBackward")
 
 
 def split_backward(
     outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
-) -> tuple[Grads, Callable[[], Grads]]:
-    """The inputs' gradients, and a function that computes the parameters' once."""
+) -> tuple[Grads, Callable[[], Grads]] | None:
+    """The inputs' gradients, and a function that computes the parameters' once; None where a part of the
+    graph gives all gradients at once.
+    """
     order = _nodes([output.grad_fn for output in outputs if output.grad_fn is not None])
-    if any(type(node).__name__ == "CompiledFunctionBackward" for node in order):
-        # torch.compile's backward of a block gives all gradients at once, and gives its memory back.
-        every = torch.autograd.grad(outputs, [*inputs, *parameters], grads, allow_unused=True)
-        kept = _owned(every[len(inputs) :], [*every[: len(inputs)], *grads])
-        return every[: len(inputs)], lambda: kept
+    if any(type(node).__name__ in _AT_ONCE for node in order):
+        return None
     joints = _joints(order, inputs, parameters)
     if joints is None:
         return _whole_backward_later(outputs, grads, inputs, parameters)

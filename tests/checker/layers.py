@@ -363,6 +363,21 @@ def _checkpointed(self: Any, x: Tensor) -> Tensor:
     return made
 
 
+def _reentrant(self: Any, x: Tensor) -> Tensor:
+    made: Tensor = checkpoint(lambda y: torch.tanh(self.conv(y)), x, use_reentrant=True)
+    return made
+
+
+def checkpointed_dropout(dice: Dice) -> nn.Module:
+    """The second forward draws what the first one has drawn."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(lambda y: self.drop(torch.tanh(self.conv(y))), x, use_reentrant=False)
+        return made
+
+    return Layer(forward, "checkpoint of dropout", conv=same(dice), drop=nn.Dropout(0.3))
+
+
 def _twice(self: Any, x: Tensor) -> Tensor:
     return torch.tanh(self.conv(torch.tanh(self.conv(x))))
 
@@ -387,6 +402,10 @@ class Counter(Layer):
         self.register_buffer("calls", torch.zeros(()))
 
 
+def compiled(dice: Dice) -> Any:
+    return torch.compile(same(dice), backend=dice.choice(["eager", "aot_eager"]))
+
+
 def habit(dice: Dice) -> nn.Module:
     return dice.choice(
         [
@@ -396,6 +415,8 @@ def habit(dice: Dice) -> nn.Module:
             lambda: Layer(_half, "half precision", conv=nn.Conv2d(4, 4, 3), automatic=dice.random() < 0.5),
             lambda: Layer(_checkpointed, "checkpoint", conv=conv(dice)),
             lambda: Layer(_checkpointed, "checkpoint of two", conv=nn.Sequential(conv(dice, 1), same(dice))),
+            lambda: Layer(_reentrant, "reentrant checkpoint", conv=same(dice)),
+            lambda: Layer(lambda self, x: self.conv(x), "compiled", conv=compiled(dice)),
             lambda: Layer(_twice, "the same module twice", conv=same(dice)),
             lambda: Layer(_scaled, "an attribute that changes", conv=same(dice)),
             lambda: Layer(lambda self, x: self.conv(x) + x.detach(), "detached", conv=same(dice)),
@@ -414,6 +435,7 @@ LAYERS: dict[str, Maker] = {
     "norm": norm,
     "activation": activation,
     "dropout": dropout,
+    "checkpointed dropout": checkpointed_dropout,
     "residual": residual,
     "skip": skip,
     "interpolation": interpolation,

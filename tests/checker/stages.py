@@ -3,9 +3,15 @@
     python -m tests.checker.stages --programs 1000 [--seed 1] [--show 5]
     python -m tests.checker.stages --programs 100 --ranks 2      # real ranks
 
-A program is a model of blocks with habits (modes, checkpointing, writing in place, attributes that change),
-a way to call it (a list, skips, tied weights, dicts), a schedule with its mesh and micro-batches, and actions
-between steps. One process computes each micro-batch with the weight versions that the program names.
+A program is a model of blocks with habits (modes, checkpointing, compiled blocks, random masks, statistics
+of the batch, writing in place, attributes that change), a way to call it (a list, skips, tied weights,
+dicts), types, a schedule with its mesh and micro-batches, and actions between steps. Ranks may be seeded
+differently, get only their rows, meet a batch that is too short, or stop before the others.
+
+One process computes each replica's rows of each micro-batch with the weight versions that the program names.
+Three habits follow rules of pipelines, and the process does, too: each forward of a stage draws from a
+generator of its own, batch statistics are those of a replica's rows, and stages begin with the weights of
+their first rank. Ranks that are threads share torch's generator: there, nothing draws.
 """
 
 from __future__ import annotations
@@ -13,8 +19,10 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,12 +31,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from commsched.errors import CommError
 from commsched.pipeline import Pipeline
+from commsched.pipeline.factory import named_tensors
+from commsched.pipeline.messages import ProcessFabric
+from commsched.pipeline.random_state import drawing_at
 from commsched.pipeline.rows import border, cut
 from commsched.pipeline.update import made_by
-from scheduler.ir.program import Program
+from scheduler.ir.actions import Kind
+from scheduler.ir.program import COMPUTE_LANE, Program, unroll
 from tests.checker import command
-from tests.support.pipeline_runs import adam, loss_of, momentum, on_threads, sgd, stage_of_parameters
+from tests.support.pipeline_runs import adam, loss_of, momentum, on_threads, sgd, stage_of_tensors
 from tests.support.rounding import rounding
 from tests.support.version_map import version_map
 
@@ -85,6 +98,14 @@ class Block(nn.Module):
             self.summed = nn.Parameter(torch.ones(WIDTH))
         elif kind == "buffer":
             self.register_buffer("calls", torch.zeros(()))
+        elif kind == "unsaved buffer":
+            self.register_buffer("shift", 0.1 * torch.randn(WIDTH), persistent=False)
+        elif kind in NORMS:
+            self.norm = nn.BatchNorm1d(WIDTH, momentum=NORMS[kind])
+        elif kind in ("dropout", "checkpointed dropout"):
+            self.drop = nn.Dropout(0.3)
+        if kind.startswith("compiled"):
+            self.compile(backend=kind.split()[1])
 
     def forward(self, x: Tensor) -> Tensor:
         kind = self.kind
@@ -96,16 +117,30 @@ class Block(nn.Module):
             with torch.no_grad():
                 size = y.abs().mean(1, keepdim=True)
             return y / (1 + size)
-        if kind == "checkpoint":
+        if kind in ("checkpoint", "checkpointed dropout"):
             return checkpoint(self._inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+        if kind == "reentrant":
+            return checkpoint(self._inner, x, use_reentrant=True)  # type: ignore[no-any-return]
+        if kind == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return torch.tanh(self.linear(x)).float()
+        if kind == "dropout":
+            return self.drop(torch.tanh(self.linear(x)))  # type: ignore[no-any-return]
+        if kind == "functional dropout":
+            return F.dropout(self.linear(x), 0.2, self.training)
+        if kind == "noise":
+            y = self.linear(x)
+            return y + 0.1 * torch.randn_like(y) if self.training else y
         if kind == "begins in place":
             return torch.tanh(self.linear(F.leaky_relu_(x, 0.5)))
         if kind == "ends in place":
             return self.linear(x).mul_(0.5).tanh_()
-        if kind == "norm":
+        if kind == "norm" or kind in NORMS:
             return self.linear(self.norm(x))
         if kind == "summed":
             return torch.tanh(self.linear(x)) + 0.1 * self.summed.sum()
+        if kind == "unsaved buffer":
+            return torch.tanh(self.linear(x)) + self.shift
         if kind == "buffer":
             self.calls.add_(1)
             return torch.tanh(self.linear(x))
@@ -114,13 +149,26 @@ class Block(nn.Module):
         return torch.tanh(self.linear(x)) * self.tau
 
     def _inner(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+        y = torch.tanh(self.linear(x))
+        return self.drop(y) if self.kind == "checkpointed dropout" else y
 
 
+NORMS = {"batch norm": 0.1, "batch norm by count": None}
+DRAWS = ["dropout", "checkpointed dropout", "functional dropout", "noise"]
+COMPILED = ["compiled eager", "compiled aot_eager"]
 KINDS = [
     *["plain"] * 4, "no_grad", "part without gradient", "checkpoint", "begins in place", "ends in place",
-    "norm", "summed", "buffer", "detached",
+    "norm", "summed", "buffer", "unsaved buffer", "detached", "reentrant", *NORMS, *DRAWS, *COMPILED,
 ]  # fmt: skip
+
+
+class Offset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("constant", 0.1 * torch.randn(WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.constant
 
 
 class Loop(nn.Module):
@@ -133,10 +181,16 @@ class Loop(nn.Module):
         self.blocks, self.style = nn.ModuleList(blocks), style
         if style in ("scale", "early and late scale"):
             self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        if style == "module of a constant":  # without a parameter, so that it is no layer
+            self.offset = Offset()
         if style == "constant":
-            self.register_buffer("constant", torch.linspace(-0.1, 0.1, WIDTH))
+            self.register_buffer("constant", 0.1 * torch.randn(WIDTH))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16) if self.style == "autocast" else nullcontext():
+            return self._run(x, mask)
+
+    def _run(self, x: Tensor, mask: Tensor | None) -> Tensor:
         style = self.style
         if mask is not None:
             x = x * mask
@@ -144,11 +198,21 @@ class Loop(nn.Module):
             x = x * self.scale
         first = None
         for block in self.blocks:
-            x = block(x)
+            inner = block is not self.blocks[0] and block is not self.blocks[-1]
+            if style == "layer drop" and self.training and inner and torch.rand(()) < 0.3:
+                continue
+            if style == "checkpointed" and self.training:
+                x = checkpoint(block, x, use_reentrant=False)
+            elif style == "checkpointed reentrant" and self.training:
+                x = checkpoint(block, x, use_reentrant=True)
+            else:
+                x = block(x)
             if style == "attribute":
                 x = x * self.tau
             elif style == "constant":
                 x = x + self.constant
+            elif style == "module of a constant":
+                x = self.offset(x)
             elif style == "trained or not" and self.training:
                 x = x * 0.9
             first = x.clone() if first is None and style == "skip" else first
@@ -161,19 +225,29 @@ class Loop(nn.Module):
 
 STYLES = [
     "list", "attribute", "constant", "skip", "tied", "scale", "early and late scale", "trained or not",
+    "checkpointed", "checkpointed reentrant", "layer drop", "module of a constant",
 ]  # fmt: skip
 
 # -- programs ------------------------------------------------------------------------------------------------
 
 SYNCHRONOUS = ["gpipe", "1f1b", "1f1b", "interleaved", "zero_bubble"]
 DELAYED = ["2bw", "pipedream", "wpipe"]
-BETWEEN = ["attribute", "evaluate", "state", "load", "checkpoint", "drain", "change"]
+BETWEEN = ["attribute", "evaluate", "state", "load", "checkpoint", "drain", "change", "too short", "draw"]
+TYPES = {
+    "float64": torch.float64,
+    "autocast": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bfloat16, masters": torch.bfloat16,
+    "float16, masters": torch.float16,
+}
+STOPPED_TIMEOUT = 3.0  # seconds after which a rank gives up waiting for one that has stopped
 
 
 @dataclass(frozen=True)
 class Case:
     """``steps``: how many rows each has, and what happens before it. ``weighted``: the loss is a sum over
-    terms instead of a mean over rows.
+    terms instead of a mean over rows. ``types``: a key of ``TYPES``. ``apart``: ranks are not seeded alike.
+    ``local``: ranks get only the rows that they read. ``stops``: a rank, and the step that it leaves out.
     """
 
     seed: int
@@ -185,6 +259,20 @@ class Case:
     size: int
     steps: tuple[tuple[int, str], ...] = field(default=())
     weighted: bool = False
+    types: str = "float64"
+    apart: bool = False
+    local: bool = False
+    stops: tuple[int, int] | None = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether a forward draws random numbers."""
+        return self.style == "layer drop" or any(kind in DRAWS for kind in self.kinds)
+
+    @property
+    def low(self) -> torch.dtype | None:
+        """The type in which a part of the model computes, if it is shorter than that of the comparison."""
+        return {"float64": None, "autocast": torch.bfloat16}.get(self.types, TYPES[self.types])
 
 
 def draw(seed: int) -> Case:
@@ -209,37 +297,60 @@ def draw(seed: int) -> Case:
     if not late and dice.random() < 0.3:
         options["max_norm"] = 0.05
     inputs = "tensor" if style == "sequential" else dice.choice(["tensor", "tensor", "tuple", "dict"])
-    least = replicas * micro
+    if style == "layer drop":  # plain PyTorch would refuse some of the models that are left
+        kinds = ["plain" if "place" in kind or kind == "no_grad" else kind for kind in kinds]
+    types = "float64"
+    if not late and dice.random() < 0.2:
+        types = dice.choice([name for name in TYPES if name != "float64"])
+        options.pop("max_norm", None)
+        if types == "autocast":
+            kinds = [dice.choice([kind, "autocast"]) for kind in kinds]
+            style = dice.choice([style, "autocast"])
+        if types.endswith("masters"):
+            options["master_weights"] = True
+    optimizers = [name for name in OPTIMIZERS if types == "float64" or name != "adam"]
+    # Batch norm needs two rows.
+    least = replicas * micro * (2 if any(kind in NORMS for kind in kinds) else 1)
     rows = [dice.randint(least, least + 8) for _ in range(dice.randint(2, 6))]
     # A step's action before it; those that change the model need a pipeline that is empty.
     actions = [dice.choice([""] * 3 + BETWEEN) for _ in rows]
     if late:
-        actions = [a if a in ("", "evaluate", "state", "checkpoint") else "" for a in actions]
-    return Case(
+        actions = [a if a in ("", "evaluate", "state", "checkpoint", "too short") else "" for a in actions]
+    stops = None
+    if stages * replicas > 1 and dice.random() < 0.03:
+        stops = dice.randrange(stages * replicas), dice.randrange(1, len(rows))
+    case = Case(
         seed,
         tuple(kinds),
         style,
         inputs,
-        dice.choice(list(OPTIMIZERS)),
+        dice.choice(optimizers),
         options,
         stages * replicas,
         tuple(zip(rows, actions)),
         dice.random() < 0.3,
+        types,
+        apart=dice.random() < 0.3,
+        local=dice.random() < 0.2,
+        stops=stops,
     )
+    # One rank draws in the order in which it runs its stages.
+    return without_draws(case) if stages * replicas == 1 and count > 1 else case
 
 
-def model_of(case: Case) -> nn.Module:
-    torch.manual_seed(case.seed)
+def model_of(case: Case, rank: int = 0) -> nn.Module:
+    torch.manual_seed(case.seed + (rank * 1000 if case.apart else 0))
     blocks: list[nn.Module] = [Block(kind) for kind in case.kinds]
-    return (nn.Sequential(*blocks) if case.style == "sequential" else Loop(blocks, case.style)).double()
+    model = nn.Sequential(*blocks) if case.style == "sequential" else Loop(blocks, case.style)
+    return model.to(TYPES[case.types])
 
 
 def batches_of(case: Case) -> list[tuple[Any, Tensor]]:
     dice = torch.Generator().manual_seed(case.seed)
     found: list[tuple[Any, Tensor]] = []
     for rows, _ in case.steps:
-        x, y = (torch.randn(rows, WIDTH, generator=dice).double() for _ in range(2))
-        mask = (torch.rand(rows, 1, generator=dice) < 0.8).double()
+        x, y = (torch.randn(rows, WIDTH, generator=dice).to(TYPES[case.types]) for _ in range(2))
+        mask = (torch.rand(rows, 1, generator=dice) < 0.8).to(TYPES[case.types])
         found.append(({"tensor": x, "tuple": (x, mask), "dict": {"x": x, "mask": mask}}[case.inputs], y))
     return found
 
@@ -269,86 +380,278 @@ class Backward(nn.Module):
     def forward(self, targets: Tensor, share: float, *placed: Any, **named: Any) -> Any:
         loss = self.loss(self.model(*placed, **named), targets) * share
         weights = dict(self.model.named_parameters())
-        grads = torch.autograd.grad(loss, [weights[name] for name in self.names], allow_unused=True)
-        return float(loss.detach()), dict(zip(self.names, grads))
+        loss.backward()
+        return float(loss.detach()), {name: weights[name].grad for name in self.names}
+
+
+class Draws:
+    """The generators from which a replica's forward of a micro-batch draws in one process.
+
+    Each stage has one, which starts as the pipeline's does in that stage. A block that a checkpoint computes
+    again draws again what it has drawn.
+    """
+
+    def __init__(self, blocks: dict[nn.Module, int]) -> None:
+        self.blocks, self.states, self.starts = blocks, dict[int, Tensor](), dict[nn.Module, Tensor]()
+        for block in blocks:
+            block.register_forward_pre_hook(self._begin)
+            block.register_forward_hook(self._end, always_call=True)
+
+    def restart(self, states: dict[int, Tensor]) -> None:
+        self.states = states
+        self.starts.clear()
+
+    def _begin(self, block: nn.Module, args: Any) -> None:
+        if not block.training:
+            return
+        self.outside = torch.get_rng_state()
+        self.again = block in self.starts
+        torch.set_rng_state(self.starts.setdefault(block, self.states[self.blocks[block]]))
+
+    def _end(self, block: nn.Module, args: Any, output: Any) -> None:
+        if not block.training:
+            return
+        if not self.again:
+            self.states[self.blocks[block]] = torch.get_rng_state()
+        torch.set_rng_state(self.outside)
 
 
 class Plain:
-    """One process. ``losses``: of the steps; ``seen``: what evaluations and states showed."""
+    """One process. ``losses``: of the steps; ``evaluated``: the losses of evaluations.
 
-    def __init__(self, case: Case, program: Program) -> None:
-        self.case, self.model = case, model_of(case)
+    ``trail``: the weights that the pipeline had after each step, where types are short. Then each step
+    starts from these, for a value on the other side of a rounding border would not stay small.
+    """
+
+    def __init__(self, case: Case, program: Program, trail: list[dict[str, Tensor]]) -> None:
         layout = program.pipeline
         assert layout is not None
-        self.parts = layout.microbatches
+        self.case, self.layout, self.trail = case, layout, trail
+        self.parts, self.replicas = layout.microbatches, layout.replicas(0)
         self.versions = version_map(program, len(case.steps))
-        example = batches_of(case)[0][0]
-        self.owner = stage_of_parameters(layout.cuts, self.model, example)
-        self.newest = {n: nn.Parameter(p.detach().clone()) for n, p in self.model.named_parameters()}
+        self.order = summing_order(program, len(case.steps))
+        first = model_of(case)
+        self.owner = stage_of_tensors(layout.cuts, model_of(case), batches_of(case)[0][0])
+        by_rank = [named_tensors(model_of(case, rank)) for rank in range(case.size)]
+        with torch.no_grad():
+            for name, tensor in named_tensors(first).items():
+                tensor.copy_(by_rank[layout.members(self.owner.get(name, 0))[0]][name])
+        self.models = [copy.deepcopy(first) for _ in range(self.replicas)]  # each has its own statistics
+        self.newest = {name: nn.Parameter(p.detach().clone()) for name, p in first.named_parameters()}
         self.history = [self._copied()]
-        self.stepper = made_by(OPTIMIZERS[case.optimizer], self.newest, {})
+        masters = case.types.endswith("masters")
+        self.stepped = {n: nn.Parameter(p.detach().float()) if masters else p for n, p in self.newest.items()}
+        self.stepper = made_by(OPTIMIZERS[case.optimizer], self.stepped, {})
         self.losses: list[float] = []
+        self.evaluated: list[float] = []
+        self.generators = [
+            torch.Generator().manual_seed(case.seed + (rank if case.apart else 0))
+            for rank in range(case.size)
+        ]
+        self.drained = 0  # the period in which the pipeline was empty and began to count again
+        self.forwards: Counter[tuple[int, int]] = Counter()
+        self.draws = [Draws(self._stages_of_blocks(model)) for model in self.models] if case.draws else []
+        self.wrong = ""
+
+    def _stages_of_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
+        names = {part: name for name, part in model.named_modules() if isinstance(part, Block)}
+        return {part: self.owner[f"{name}.linear.weight"] for part, name in names.items()}
 
     def _copied(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.newest.items()}
 
     def run(self) -> dict[str, Tensor]:
-        for period, ((rows, action), (inputs, targets)) in enumerate(
-            zip(self.case.steps, batches_of(self.case))
-        ):
+        for period, ((rows, action), batch) in enumerate(zip(self.case.steps, batches_of(self.case))):
             if action == "attribute":
-                set_attribute(self.model, period)
+                for model in self.models:
+                    set_attribute(model, period)
+            elif action == "evaluate":
+                self.evaluated.append(self._evaluate(*batch))
             elif action == "change":
                 change(self.newest.values())
+                if self.stepped.keys() and self.stepped is not self.newest:
+                    self._take(self._copied())
                 self.history[-1] = self._copied()
-            self._step(period, rows, inputs, targets)
-        return {**self.model.state_dict(), **self._copied()}
+            elif action == "drain":
+                self.drained = period
+            elif action == "draw":
+                for generator in self.generators:
+                    torch.rand(1, generator=generator)
+            self._step(period, rows, *batch)
+        return {**self.models[0].state_dict(), **self._copied()}
+
+    def _parts(self, rows: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        """Micro-batch, replica, and its rows."""
+        for micro in range(self.parts):
+            low, high = border(micro, rows, self.parts), border(micro + 1, rows, self.parts)
+            for replica in range(self.replicas):
+                first, last = (border(n, high - low, self.replicas) for n in (replica, replica + 1))
+                if first < last:
+                    yield micro, replica, (low + first, low + last)
+
+    def _share(self, span: tuple[int, int], rows: int, targets: Tensor) -> float:
+        return 1 / float(terms_of(targets)) if self.case.weighted else (span[1] - span[0]) / rows
+
+    def _evaluate(self, inputs: Any, targets: Tensor) -> float:
+        """The mean loss with the first replica's statistics, which all have from then on."""
+        total, loss = 0.0, weighted_loss if self.case.weighted else loss_of
+        for model in self.models:
+            with torch.no_grad():
+                for mine, theirs in zip(model.buffers(), self.models[0].buffers()):
+                    mine.copy_(theirs)
+            model.eval()
+        weights = dict(self.newest)
+        for _, replica, span in self._parts(len(targets)):
+            placed, named = arguments(cut(inputs, span))
+            with torch.no_grad():
+                output = functional_call(self.models[replica], weights, placed, named)
+                total += float(loss(output, cut(targets, span))) * self._share(span, len(targets), targets)
+        for model in self.models:
+            model.train()
+        return total
+
+    @contextmanager
+    def _drawing(self, period: int, micro: int, replica: int) -> Iterator[None]:
+        """With the generators of the ranks of a replica. One rank alone draws as one process does."""
+        if not self.draws:
+            yield
+            return
+        states = {}
+        for stage in range(self.layout.stages):
+            generator = self.generators[self.layout.members(stage)[replica]]
+            place = stage, replica, micro, period - self.drained, self.forwards[stage, replica]
+            self.forwards[stage, replica] += 1
+            with torch.random.fork_rng():
+                torch.set_rng_state(generator.get_state())
+                with drawing_at(torch.device("cpu"), *place) if self.case.size > 1 else nullcontext():
+                    states[stage] = torch.get_rng_state()
+        with torch.random.fork_rng():
+            # The first stage draws a seed for all of them, if a block may be left out.
+            if self.case.style == "layer drop" and len(self.case.kinds) > 2:
+                torch.set_rng_state(states[0])
+                shared = int(torch.randint(1 << 62, (1,)))
+                states[0] = torch.get_rng_state()
+                torch.manual_seed(shared)
+            self.draws[replica].restart(states)
+            yield
+        if self.case.size == 1:
+            self.generators[0].set_state(states[0])
 
     def _step(self, period: int, rows: int, inputs: Any, targets: Tensor) -> None:
-        total = 0.0
-        grads: dict[str, Tensor | None] = dict.fromkeys(self.newest)
-        for micro in range(self.parts):
-            span = border(micro, rows, self.parts), border(micro + 1, rows, self.parts)
+        total, loss = 0.0, weighted_loss if self.case.weighted else loss_of
+        found: dict[tuple[int, int], dict[str, Tensor | None]] = {}
+        for micro, replica, span in self._parts(rows):
             used = {
                 name: self.history[self.versions[self.owner.get(name, 0), micro, period]][name]
                 .clone()
                 .requires_grad_()
                 for name in self.newest
             }
-            mine = cut(inputs, span)
-            named = mine if isinstance(mine, dict) else {}
-            placed = () if named else mine if isinstance(mine, tuple) else (mine,)
-            # What a stage writes in place is its own.
-            placed = tuple(x.clone() for x in placed)
+            placed, named = arguments(cut(inputs, span))
             weights = {f"model.{name}": value for name, value in used.items()}
-            taken = {k: v.clone() for k, v in named.items()}
-            weighted = self.case.weighted
-            share = 1 / float(terms_of(targets)) if weighted else (span[1] - span[0]) / rows
-            backward = Backward(self.model, list(used), weighted_loss if weighted else loss_of)
-            loss, found = functional_call(backward, weights, (cut(targets, span), share, *placed), taken)
-            total += loss
-            for name, grad in found.items():
-                before = grads[name]
-                grads[name] = before if grad is None else grad if before is None else before + grad
+            backward = Backward(self.models[replica], list(used), loss)
+            given = cut(targets, span), self._share(span, rows, targets), *placed
+            with self._drawing(period, micro, replica):
+                part, found[micro, replica] = functional_call(backward, weights, given, named)
+            total += part
         self.losses.append(total)
-        for name, p in self.newest.items():
-            grad = grads[name]
-            p.grad = None if grad is None else grad.clone(memory_format=torch.contiguous_format)
+        for name, p in self.stepped.items():
+            order = self.order[self.owner.get(name, 0), period]
+            replicas = [summed([found[m, r][name] for m in order], p.dtype) for r in range(self.replicas)]
+            p.grad = summed(replicas, p.dtype)
         if "max_norm" in self.case.options:
             nn.utils.clip_grad_norm_(self.newest.values(), self.case.options["max_norm"])
+        before = self._copied()
         self.stepper.step()
+        with torch.no_grad():
+            for name, p in self.stepped.items():
+                self.newest[name].copy_(p)
+        if self.trail:
+            self._compare(period, before, self.trail[period])
+            self._take(self.trail[period])
         self.history.append(self._copied())
 
+    def _compare(self, period: int, before: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+        """Note weights that differ by more than one rounding of the weights, and of values in the step.
 
-def train(case: Case) -> list[Any]:
-    """By rank: the state, the losses, and the program."""
-    data, made = batches_of(case), model_of(case)  # threads share torch's generator
-    return on_threads(case.size, lambda fabric: train_rank(case, data, made, fabric), 60.0)
+        The sums of gradients are rounded otherwise. A value of the short type that falls on the other side of
+        a rounding border changes by its last bit, in every layer that the gradient has passed.
+        """
+        assert self.case.low is not None
+        depth = len(self.case.kinds) + 2
+        for name, mine in self.newest.items():
+            size = float((mine - before[name]).abs().max())
+            bound = rounding(mine.dtype, 2) * float(mine.abs().max())
+            bound += rounding(self.case.low, 2, depth) * size
+            off = float((mine.detach() - theirs[name]).abs().max())
+            if not off <= bound and not self.wrong:
+                self.wrong = f"step {period}: {name} is off by {off:.3g} (rounding may make it {bound:.1g})"
+
+    def _take(self, weights: dict[str, Tensor]) -> None:
+        """Go on with these weights; a master that rounds to its weight stays."""
+        with torch.no_grad():
+            for name, p in self.newest.items():
+                p.copy_(weights[name])
+                master = self.stepped[name]
+                if master is not p:
+                    master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
 
 
-def train_rank(case: Case, data: list[tuple[Any, Tensor]], made: nn.Module, fabric: Any) -> Any:
-    """The state, the losses, and the program of one rank."""
-    model = copy.deepcopy(made)
+def summing_order(program: Program, periods: int) -> dict[tuple[int, int], list[int]]:
+    """The micro-batches of a stage and period in the order in which their gradients are added up."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for lanes in unroll(program, periods):
+        splits = {action.stage for action in lanes[COMPUTE_LANE] if action.kind is Kind.W}
+        mine: dict[tuple[int, int], list[int]] = {}
+        for action in lanes[COMPUTE_LANE]:
+            if action.stage is not None and action.kind is (Kind.W if action.stage in splits else Kind.B):
+                mine.setdefault((action.stage, action.shift), []).append(action.index)
+        found |= mine
+    return found
+
+
+def summed(grads: list[Tensor | None], dtype: torch.dtype) -> Tensor | None:
+    total: Tensor | None = None
+    for grad in grads:
+        if grad is not None:
+            total = grad.to(dtype, copy=True) if total is None else total + grad.to(dtype)
+    return None if total is None else total.contiguous()
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a forward; the forward may write to them."""
+    if isinstance(inputs, dict):
+        return (), {name: value.clone() for name, value in inputs.items()}
+    return tuple(x.clone() for x in (inputs if isinstance(inputs, tuple) else (inputs,))), {}
+
+
+@dataclass
+class Outcome:
+    """What one rank has at the end. ``trail``: the weights after each step, where types are short.
+    ``error``: of a rank that has waited for one that had stopped.
+    """
+
+    program: Program
+    state: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float | None] = field(default_factory=list)
+    evaluated: list[float] = field(default_factory=list)
+    trail: list[dict[str, Tensor]] = field(default_factory=list)
+    error: str = ""
+
+
+def train(case: Case) -> list[Outcome]:
+    """What each rank has at the end."""
+    timeout = 60.0 if case.stops is None else STOPPED_TIMEOUT
+    if any(kind in COMPILED for kind in case.kinds):
+        torch._dynamo.reset()  # it compiles a function a few times only
+    models = [model_of(case, rank) for rank in range(case.size)]  # threads share torch's generator
+    return on_threads(
+        case.size, lambda fabric: train_rank(case, models[fabric.rank], fabric.rank, lambda: fabric), timeout
+    )
+
+
+def train_rank(case: Case, model: nn.Module, rank: int, new_fabric: Callable[[], Any]) -> Outcome:
+    data = batches_of(case)
     example = None if case.style == "sequential" else data[0][0]
 
     def make() -> Pipeline:
@@ -357,57 +660,137 @@ def train_rank(case: Case, data: list[tuple[Any, Tensor]], made: nn.Module, fabr
             loss=weighted_loss if case.weighted else loss_of,
             count=terms_of if case.weighted else None,
             optimizer=OPTIMIZERS[case.optimizer],
-            fabric=fabric,
+            fabric=new_fabric(),
             example=example,
             **case.options,
         )
 
     pipeline = make()
-    losses: list[float | None] = []
-    for period, ((_, action), batch) in enumerate(zip(case.steps, data)):
-        if action == "attribute":
-            set_attribute(model, period)
-        elif action == "evaluate":
-            pipeline.evaluate(batch)
-        elif action == "state":
-            pipeline.state_dict()
-        elif action == "load" and not pipeline.in_flight:
-            pipeline.load_state_dict(pipeline.state_dict())
-        elif action == "change":
-            change(pipeline.parameters())
-        elif action == "drain":
-            losses += pipeline.drain()
-        elif action == "checkpoint":
-            state = pipeline.checkpoint()
-            pipeline.close()
-            pipeline = make()
-            pipeline.resume(state)
-        losses.append(pipeline.step(batch))
-    losses += pipeline.drain()
-    program, state = pipeline.program, pipeline.state_dict()
+    outcome = Outcome(pipeline.program)
+    if case.draws:
+        torch.manual_seed(case.seed + (rank if case.apart else 0))
+
+    def step(batch: tuple[Any, Tensor]) -> None:
+        if case.local:
+            rows = pipeline.rows(len(batch[1]))
+            inputs = batch[0]
+            if isinstance(inputs, dict):
+                inputs = {name: value[rows] for name, value in inputs.items()}
+            elif isinstance(inputs, tuple):
+                inputs = tuple(value[rows] for value in inputs)
+            else:
+                inputs = inputs[rows]
+            batch = inputs, batch[1][rows]
+        outcome.losses.append(pipeline.step(batch, local=case.local))
+
+    try:
+        for period, ((_, action), batch) in enumerate(zip(case.steps, data)):
+            if case.stops == (rank, period):
+                pipeline.close()
+                return outcome
+            if action == "attribute":
+                set_attribute(model, period)
+            elif action == "evaluate":
+                loss = pipeline.evaluate(batch)
+                if not pipeline.in_flight:
+                    outcome.evaluated.append(loss)
+            elif action == "state":
+                pipeline.state_dict()
+            elif action == "load" and not pipeline.in_flight:
+                pipeline.load_state_dict(pipeline.state_dict())
+            elif action == "change":
+                change(pipeline.parameters())
+            elif action == "drain":
+                outcome.losses += pipeline.drain()
+            elif action == "draw" and case.draws:
+                torch.rand(1)
+            elif action == "too short":
+                few = pipeline.program.layout.microbatches * pipeline.program.layout.replicas(0) - 1
+                if few:
+                    refused_step(step, (cut(batch[0], (0, few)), batch[1][:few]))
+            elif action == "checkpoint":
+                state = pipeline.checkpoint()
+                pipeline.close()
+                pipeline = make()
+                pipeline.resume(state)
+            step(batch)
+            if case.low is not None:
+                outcome.trail.append(pipeline.state_dict())
+        outcome.losses += pipeline.drain()
+        outcome.state = pipeline.state_dict()
+    except CommError as error:
+        if case.stops is None:
+            raise
+        outcome.error = str(error)
     pipeline.close()
-    return state, [value for value in losses if value is not None], program
+    return outcome
 
 
-def differs(case: Case, everyone: list[Any]) -> str:
+def refused_step(step: Callable[[Any], None], batch: tuple[Any, Tensor]) -> None:
+    """A step of fewer rows than there are parts is refused, and the next one is as if it had not been."""
+    try:
+        step(batch)
+    except ValueError as error:
+        assert "needs at least 1 row of every micro-batch" in str(error), error
+    else:
+        raise AssertionError(f"a step of {len(batch[1])} rows was not refused")
+
+
+def differs(case: Case, everyone: dict[int, Outcome]) -> str:
     """How what these ranks have differs from one process; "" if it does not."""
-    plain = Plain(case, everyone[0][2])
-    wanted = plain.run()
+    if case.stops is not None:
+        return goes_on_alone(case, everyone)
+    first = next(iter(everyone.values()))
+    for rank, outcome in everyone.items():
+        if outcome.losses != first.losses or outcome.evaluated != first.evaluated:
+            return f"rank {rank} has the losses {outcome.losses}, another {first.losses}"
+        for mine, its in zip(outcome.trail, first.trail):
+            if any(not torch.equal(mine[name], its[name]) for name in mine if not is_statistic(name)):
+                return f"rank {rank} has other weights than another after a step"
+    plain = Plain(case, first.program, first.trail)
+    with torch.compiler.set_stance("force_eager"):
+        wanted = plain.run()
+    if plain.wrong:
+        return plain.wrong
     bound = rounding(torch.float64, 16 * WIDTH, 16 * (len(case.kinds) + 2) * len(case.steps))
-    for rank, (state, losses, _) in enumerate(everyone):
-        if losses != everyone[0][1] or len(losses) != len(plain.losses):
-            return f"rank {rank} has the losses {losses}, rank 0 {everyone[0][1]}"
-        for one, other in zip(losses, plain.losses):
-            if abs(one - other) > bound * max(1.0, abs(other)):
-                return f"rank {rank}: losses {losses}, one process has {plain.losses}"
+    if case.low is not None:  # from equal weights: see Plain._compare
+        bound = rounding(case.low, 2, len(case.kinds) + 2)
+    losses = [loss for loss in first.losses if loss is not None]
+    if len(losses) != len(plain.losses):
+        return f"there are the losses {losses}, in one process {plain.losses}"
+    pairs = [*zip(losses, plain.losses)]
+    # A checkpoint's second forward counts, too, and schedules order it differently.
+    by_schedule = case.style.startswith("checkpointed")
+    moved = by_schedule and any(kind in NORMS for kind in case.kinds)
+    if len(first.evaluated) == len(plain.evaluated) and not moved:
+        pairs += zip(first.evaluated, plain.evaluated)
+    for one, other in pairs:
+        if not abs(one - other) <= bound * max(1.0, abs(other)):
+            return f"losses {losses}, {first.evaluated}; in one process {plain.losses}, {plain.evaluated}"
+    for rank, outcome in everyone.items():
+        state = outcome.state
         if state.keys() != wanted.keys():
             return f"rank {rank} has {sorted(state.keys() ^ wanted.keys())}"
         for name, value in state.items():
-            if name.endswith("calls"):
-                continue  # each replica counts its own
+            if is_statistic(name) and by_schedule:
+                continue
             off = float((value - wanted[name]).abs().max())
             if not off <= bound * max(1.0, float(wanted[name].abs().max())):
                 return f"rank {rank}: {name} is off by {off:.3g} (rounding may make it {bound:.1g})"
+    return ""
+
+
+def is_statistic(name: str) -> bool:
+    return name.rpartition(".")[2] in ("calls", "running_mean", "running_var", "num_batches_tracked")
+
+
+def goes_on_alone(case: Case, everyone: dict[int, Outcome]) -> str:
+    """Whether another rank did more steps than the one that stopped; they wait for it."""
+    assert case.stops is not None
+    stopped, at = case.stops
+    for rank, outcome in everyone.items():
+        if rank != stopped and not outcome.error:
+            return f"rank {rank} had no error though rank {stopped} stopped before step {at}"
     return ""
 
 
@@ -415,19 +798,28 @@ def is_refused(case: Case) -> bool:
     """Whether plain PyTorch refuses the model: one block writes over what another's backward reads, or its
     outputs have no graph.
     """
-    model, (inputs, _) = model_of(case), batches_of(case)[0]
-    placed = (inputs,) if isinstance(inputs, Tensor) else inputs if isinstance(inputs, tuple) else ()
+    model, (inputs, targets) = model_of(case), batches_of(case)[0]
+    placed, named = arguments(inputs)
     try:
-        output = model(*(x.clone() for x in placed), **(inputs if isinstance(inputs, dict) else {}))
-        output.sum().backward()
+        with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+            output = model(*placed, **named)
+            loss_of(output, targets).backward()
     except RuntimeError:
         return True
     return False
 
 
+def without_draws(case: Case) -> Case:
+    """The program without random numbers."""
+    kinds = tuple("plain" if kind in DRAWS else kind for kind in case.kinds)
+    return replace(case, kinds=kinds, style="list" if case.style == "layer drop" else case.style)
+
+
 def failure(case: Case) -> str:
+    if case.size > 1:
+        case = without_draws(case)  # ranks are threads
     try:
-        return "" if is_refused(case) else differs(case, train(case))
+        return "" if is_refused(case) else differs(case, dict(enumerate(train(case))))
     except Exception as error:
         return command.reason_of(error)
 
@@ -435,8 +827,13 @@ def failure(case: Case) -> str:
 def failure_on_rank(case: Case, rank: int) -> str:
     """Return how a program fails on this rank, which is a process."""
     try:
-        data, made = batches_of(case), model_of(case)
-        return "" if is_refused(case) else differs(case, [train_rank(case, data, made, None)])
+        if is_refused(case):
+            return ""
+        torch._dynamo.reset()
+        timeout = 60.0 if case.stops is None else STOPPED_TIMEOUT
+        return differs(
+            case, {rank: train_rank(case, model_of(case, rank), rank, lambda: ProcessFabric(timeout))}
+        )
     except Exception as error:
         return command.reason_of(error)
 

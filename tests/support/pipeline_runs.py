@@ -102,10 +102,8 @@ def train(
 # -- references ----------------------------------------------------------------------------------------------
 
 
-def stage_of_parameters(
-    pipeline_cuts: Sequence[int], model: nn.Module, example: Any = None
-) -> dict[str, int]:
-    """The first stage that uses each parameter."""
+def stage_of_tensors(pipeline_cuts: Sequence[int], model: nn.Module, example: Any = None) -> dict[str, int]:
+    """The first stage that uses each parameter and buffer."""
     from commsched.pipeline import Chain
 
     chain = Chain(model, example=example)
@@ -113,7 +111,7 @@ def stage_of_parameters(
     ends = [*pipeline_cuts[1:], len(chain)]
     for stage, (first, end) in enumerate(zip(pipeline_cuts, ends)):
         for layer in range(first, end):
-            for name in chain.layer_parameters(layer):
+            for name in chain._forward.tensors(layer):
                 found.setdefault(name, stage)
     return found
 
@@ -133,7 +131,7 @@ def replayed(
     layout = program.pipeline
     assert layout is not None
     seen = version_map(program, len(data))
-    owner = stage_of_parameters(layout.cuts, model, example)
+    owner = stage_of_tensors(layout.cuts, model, example)
     return _trained(
         model,
         data,

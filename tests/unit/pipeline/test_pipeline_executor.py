@@ -18,7 +18,7 @@ from tests.support.pipeline_runs import (
     chain_model,
     differ,
     replayed,
-    stage_of_parameters,
+    stage_of_tensors,
     train,
 )
 
@@ -56,7 +56,7 @@ def test_equals_the_replayed_versions(schedule: str, stages: int, count: int, re
 def test_pipedream_is_its_formula(schedule: str) -> None:
     model, data = chain_model(4), batches(8)
     weights, _, pipeline = train(model, data, 4, schedule=schedule)
-    stage = stage_of_parameters((0, 1, 2, 3), model)
+    stage = stage_of_tensors((0, 1, 2, 3), model)
     assert_close(weights, by_delays(model, data, 1, lambda name: 3 - stage[name])[0])
     assert pipeline.delays == (3, 2, 1, 0)
 
@@ -66,7 +66,7 @@ def test_2bw_and_wpipe_are_their_formulas_and_differ() -> None:
     two, _, _ = train(model, data, 2, schedule="2bw", num_microbatches=4, mesh=(2, 1))
     assert_close(two, by_delays(model, data, 4, lambda name: 1)[0])
     groups, _, pipeline = train(model, data, 2, schedule="wpipe", num_microbatches=4, mesh=(2, 1))
-    stage = stage_of_parameters((0, 1, 2, 3), model)
+    stage = stage_of_tensors((0, 1, 2, 3), model)
     assert_close(groups, by_delays(model, data, 4, lambda name: 1 if stage[name] < 2 else 0)[0])
     assert pipeline.delays == (1, 1, 0, 0)
     assert differ(two, groups)

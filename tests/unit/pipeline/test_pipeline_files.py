@@ -18,7 +18,7 @@ from scheduler.ir.link import Cluster, Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.pipelines.convert import read_plan
 from scheduler.pipelines.partition import partition
-from tests.support.pipeline_runs import WIDTH, batches, by_delays, chain_model, stage_of_parameters, train
+from tests.support.pipeline_runs import WIDTH, batches, by_delays, chain_model, stage_of_tensors, train
 
 LINEAR = 8 * (WIDTH * WIDTH + WIDTH)
 
@@ -66,7 +66,7 @@ def test_a_plan_with_several_stages_on_a_rank(schedule: str, options: dict[str, 
     assert len(plan.replicas) == 2 and len(plan.cuts) == 2 * options.get("virtual", 2)
     plan.save(tmp_path / "plan.json")
     weights, losses, pipeline = train(model, data, 2, plan=tmp_path / "plan.json")
-    stages = stage_of_parameters(plan.cuts, model)
+    stages = stage_of_tensors(plan.cuts, model)
     expected, told = by_delays(model, data, 2, lambda name: pipeline.delays[stages[name]])
     assert losses == pytest.approx(told, rel=1e-12)
     for name, value in expected.items():

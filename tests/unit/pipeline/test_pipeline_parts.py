@@ -50,8 +50,9 @@ def test_two_halves_are_the_whole(again: bool) -> None:
     x, w, v = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     grad = torch.randn(4, 4, dtype=torch.float64)
     wanted = torch.autograd.grad(net(x, w, v, again), [x, w, v], grad)
-    inputs, weights = split_backward([net(x, w, v, again)], [grad], [x], [w, v])
-    found = [*inputs, *weights()]
+    halves = split_backward([net(x, w, v, again)], [grad], [x], [w, v])
+    assert halves is not None
+    found = [*halves[0], *halves[1]()]
     assert all(torch.allclose(a, b, rtol=0, atol=1e-10) for a, b in zip(found, wanted))
 
 
@@ -59,18 +60,18 @@ def test_the_first_half_leaves_weights_and_the_second_the_rest() -> None:
     x, w, v = (torch.randn(4, 4, requires_grad=True) for _ in range(3))
     output = net(x, w, v, False)
     Counted.seen.clear()
-    _, weights = split_backward([output], [torch.ones(4, 4)], [x], [w, v])
-    assert sorted(Counted.seen) == ["x", "y"]
+    halves = split_backward([output], [torch.ones(4, 4)], [x], [w, v])
+    assert sorted(Counted.seen) == ["x", "y"] and halves is not None
     Counted.seen.clear()
-    weights()
+    halves[1]()
     assert sorted(Counted.seen) == ["v", "w"]
 
 
 def test_unused_parameters_have_no_gradient() -> None:
     x, w = torch.randn(2, 2, requires_grad=True), torch.randn(2, 2, requires_grad=True)
     spare = torch.zeros(3, requires_grad=True)
-    _, weights = split_backward([x @ w], [torch.ones(2, 2)], [x], [w, spare])
-    assert weights()[1] is None and weights is not None
+    halves = split_backward([x @ w], [torch.ones(2, 2)], [x], [w, spare])
+    assert halves is not None and halves[1]()[1] is None
 
 
 # -- versions ------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from tests.checker.stages import Case, draw, failure
+from commsched.pipeline import Chain
+from tests.checker.stages import Case, batches_of, draw, failure, model_of
 
 PARTS, PROGRAMS = 8, 8
 
@@ -27,6 +28,8 @@ PLAIN = Case(
     0, ("plain",) * 4, "list", "tensor", "sgd",
     {"schedule": "1f1b", "num_microbatches": 2, "mesh": (2, 1)}, 2, ((8, ""),) * 4,
 )  # fmt: skip
+ZERO_BUBBLE = {"schedule": "zero_bubble", "mesh": (2, 1), "num_microbatches": 2}
+REPLICAS = {"schedule": "1f1b", "mesh": (1, 2), "num_microbatches": 2}
 PIPEDREAM = {"schedule": "pipedream", "mesh": (4, 1)}
 FOUND = [
     # A dry run wrote into the batch, for each forward once more; so did the search for the layers' order.
@@ -45,6 +48,26 @@ FOUND = [
     # A scale that is read first and last, a constant that every block reads.
     {"style": "early and late scale"},
     {"style": "constant"},
+    # A batch norm that averages over all batches was refused: its forward reads their number.
+    {"kinds": ("batch norm by count", *["plain"] * 3)},
+    # Ranks that were not seeded alike kept their own buffers where several stages have one, and unsaved ones.
+    {"style": "constant", "apart": True},
+    {"style": "module of a constant", "apart": True},
+    {"kinds": ("unsaved buffer",) * 4, "options": REPLICAS, "apart": True},
+    # An evaluation wrote into replicas' statistics, which graphs in flight had saved for their backward.
+    *(
+        {
+            "kinds": ("batch norm", *["plain"] * 3),
+            "style": style,
+            "options": {"schedule": "2bw", "mesh": (2, 2), "num_microbatches": 2},
+            "size": 4,
+            "steps": ((8, ""), (8, "evaluate"), (8, "")),
+        }
+        for style in ("sequential", "list")
+    ),
+    # A reentrant checkpoint refuses to compute some gradients now and others later.
+    {"kinds": ("plain", "reentrant") * 2, "options": ZERO_BUBBLE},
+    {"kinds": ("plain", "reentrant") * 2, "options": ZERO_BUBBLE, "style": "sequential"},
 ]  # fmt: skip
 
 
@@ -52,3 +75,10 @@ FOUND = [
 def test_what_random_pipelines_have_found(changed: dict[str, object]) -> None:
     case = dataclasses.replace(PLAIN, **changed)  # type: ignore[arg-type]
     assert not failure(case), failure(case)
+
+
+def test_layers_that_the_example_drops_keep_their_place() -> None:
+    """They came last, and forwards that ran them were refused. Ranks on threads cannot drop layers alike."""
+    case = dataclasses.replace(PLAIN, kinds=("plain",) * 6, style="layer drop")
+    chain = Chain(model_of(case), example=batches_of(case)[0][0])
+    assert chain.names == tuple(f"blocks.{number}" for number in range(6))
