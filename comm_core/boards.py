@@ -21,6 +21,8 @@ from comm_core.errors import EngineError
 _TOKEN = 16  # bytes at the start of a board, by which neighbours know it
 _TEXT = 320  # bytes that each rank tells the others about its obstacle
 _SEGMENT = 4096
+_LEAST, _MOST = 16 << 10, 128 << 10  # bytes of a segment, unless the caller names it
+_BOARD = 16 << 20  # bytes of a board, unless segments get too short
 
 
 class NotShared(EngineError):
@@ -71,11 +73,16 @@ def two_tier_transport(
     channel: _C.Channel,
     rank: int,
     hosts: Sequence[int],
-    segment_bytes: int = 128 << 10,
+    segment_bytes: int | None = None,
     depth: int = 4,
     timeout_seconds: float = 300.0,
 ) -> _C.TwoTierTransport:
-    """Return the exchange in two tiers over new boards. Collective; raises like `open_boards`."""
+    """Return the exchange in two tiers over new boards. Collective; raises like `open_boards`.
+
+    Segments have 128 KB by default, or what keeps a board of many ranks within 16 MB.
+    """
+    if segment_bytes is None:
+        segment_bytes = max(_LEAST, min(_MOST, _BOARD // (2 * depth * len(hosts)))) // 64 * 64
     size = _C.TwoTierTransport.board_bytes(len(hosts), segment_bytes, depth)
     with open_boards(channel, rank, hosts, size, timeout_seconds) as files:
         transport = _C.TwoTierTransport(channel, rank, hosts, files, segment_bytes, depth)

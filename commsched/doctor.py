@@ -146,9 +146,10 @@ def ranks(machine: Machine) -> Answer:
         return PROBLEM, text, "start the command on every rank; look at what it finds on the others"
     nodes = json.loads(joined[2])
     text = f"rank {launch.rank} of {launch.size} ({launch.launcher}): {by_host(nodes)}; transport {joined[1]}"
-    if 1 < len(set(nodes)) < len(nodes) and joined[1] != "tiers":
-        advice = "run the ranks of a host in one container, as one user: they share no memory, and send more"
-        return NOTE, text, advice
+    named = machine.environ.get("COMMSCHED_TRANSPORT", "auto").lower() not in ("", "auto", "plain", "stream")
+    if len(set(nodes)) < len(nodes) and joined[1] != "tiers" and not named:
+        advice = "run the ranks of a host in one container, as one user: they share no memory, and "
+        return NOTE, text, advice + ("send more" if len(set(nodes)) > 1 else "use the loopback")
     return OK, text
 
 

@@ -30,9 +30,11 @@ def backend_for(
     params: Sequence[torch.Tensor],
     transport: str | Backend | None,
     process_set: ProcessSet,
+    whole: bool = True,
 ) -> Backend:
     """Return the backend for the parameters' device. Collective.
 
+    Without ``whole``, buckets may travel in blocks of int8 or fp8.
     ``transport="stream"`` uses streams for CPU tensors too. A backend passed as the transport is returned as
     it is, which emulations use.
     """
@@ -41,7 +43,7 @@ def backend_for(
     device = params[0].device if params else torch.device("cpu")
     wanted = wanted_transport(transport)
     if device.type == "cpu" and wanted != STREAM:
-        return engine_backend(process_set, transport)
+        return engine_backend(process_set, transport, whole)
     from commsched.backends.cuda import stream_backend
 
     return stream_backend(process_set, "auto" if wanted == STREAM else transport, device)

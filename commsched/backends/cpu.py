@@ -258,73 +258,87 @@ def asked_transport(name: str | None) -> str:
     return wanted
 
 
-def flat(size: int) -> str:
-    """Return the faster transport that knows no hosts."""
-    return "direct" if size <= _LARGEST_DIRECT else "ring"
+def flat(size: int, whole: bool = True) -> str:
+    """Return the faster transport that knows no hosts; only ``direct`` moves blocks of int8 and fp8."""
+    return "direct" if size <= _LARGEST_DIRECT or not whole else "ring"
 
 
-def choose(process_set: ProcessSet) -> str:
-    """Return the transport of ``auto``: ``tiers`` for several ranks on each of several hosts."""
+def choose(process_set: ProcessSet, whole: bool = True) -> str:
+    """Return the transport of ``auto``: ``tiers`` where ranks share a host.
+
+    Without ``whole``, for blocks of int8 and fp8, which ``tiers`` move inside a single host only.
+    """
     size = int(process_set.size())  # type: ignore[arg-type]
+    name = flat(size, whole)
     try:
         hosts = len(set(hosts_of(process_set)))
     except ValueError as error:
-        _tell_flat(process_set.rank() == 0, flat(size), str(error))
-        return flat(size)
-    return "tiers" if 1 < hosts < size else flat(size)
+        _tell_flat(process_set.rank() == 0, name, _MORE_BYTES, error)
+        return name
+    return "tiers" if hosts < size and (whole or hosts == 1) else name
 
 
-def _tell_flat(is_first: bool, name: str, reason: str) -> None:
+# What a flat transport costs ranks of several hosts, and ranks of one.
+_MORE_BYTES = "which may put several times the bytes on the link between hosts"
+_LOOPBACK = "so the ranks of this host exchange over its loopback"
+
+
+def _tell_flat(is_first: bool, name: str, cost: str, reason: Exception) -> None:
     """Warn on the first rank, which knows what all ranks know."""
     if is_first:
-        _log.warning(
-            "transport=%r, not 'tiers', which may put several times the bytes on the link between hosts: %s",
-            name,
-            reason,
-        )
+        _log.warning("transport=%r, not 'tiers', %s: %s", name, cost, reason)
 
 
-def tiers_between(link: comm_core.TcpChannel, ranks: Sequence[int], asked: str, name: str) -> Any:
+def tiers_between(
+    link: comm_core.TcpChannel, ranks: Sequence[int], asked: str, name: str, whole: bool = True
+) -> Any:
     """Return the exchange in two tiers between these ranks of the job, over connections between them.
 
-    None where there is one tier or no memory can be shared, with a warning that names the flat transport
-    `name`; if ``tiers`` were asked for, that raises. Collective.
+    None where no ranks share a host, or without ``whole`` (blocks of int8 or fp8 travel) on several hosts, or
+    where no memory can be shared, with a warning that names the flat transport `name`; if ``tiers`` were
+    asked for, that raises. Collective.
     """
+    cost = _MORE_BYTES
     try:
         hosts = hosts_of_ranks(ranks)
-        if asked == "tiers" or 1 < len(set(hosts)) < len(hosts):
+        number = len(set(hosts))
+        cost = _MORE_BYTES if number > 1 else _LOOPBACK
+        if (asked == "tiers" or number < len(hosts)) and (whole or number == 1):
             return data_board(link, ranks)
     except (ValueError, comm_core.NotShared) as error:
         if asked == "tiers":
             raise CommError(f"transport='tiers' is not possible: {error}") from error
-        _tell_flat(carrier().launch.rank == ranks[0], name, str(error))
+        _tell_flat(carrier().launch.rank == ranks[0], name, cost, error)
     except comm_core.EngineError as error:
         raise CommError(str(error)) from error
     return None
 
 
 def make_transport(
-    name: str | None, process_set: ProcessSet, channel: int, timeout: float
+    name: str | None, process_set: ProcessSet, channel: int, timeout: float, whole: bool = True
 ) -> tuple[str, Any]:
     """Return the transport's name and object. Collective: every rank of the process set must call."""
     asked = asked_transport(name)
-    chosen = choose(process_set) if asked == "auto" else asked
+    chosen = choose(process_set, whole) if asked == "auto" else asked
     transport: Any
     if chosen == "horovod":
         transport = comm_core.PythonTransport(HorovodCollectives(process_set))
     elif chosen == "tiers":
-        chosen, transport = _tiers_or_flat(data_channel(process_set, channel=channel), process_set, asked)
+        link = data_channel(process_set, channel=channel)
+        chosen, transport = _tiers_or_flat(link, process_set, asked, whole)
     else:
         transport = _flat_transport(chosen, data_channel(process_set, channel=channel), process_set)
     transport.set_timeout(timeout)
     return chosen, transport
 
 
-def _tiers_or_flat(link: comm_core.TcpChannel, process_set: ProcessSet, asked: str) -> tuple[str, Any]:
+def _tiers_or_flat(
+    link: comm_core.TcpChannel, process_set: ProcessSet, asked: str, whole: bool
+) -> tuple[str, Any]:
     """Return ``tiers``, or where no memory can be shared a flat transport; raise if tiers were asked for."""
     ranks = ranks_of(process_set)
-    name = flat(len(ranks))
-    tiers = tiers_between(link, ranks, asked, name)
+    name = flat(len(ranks), whole)
+    tiers = tiers_between(link, ranks, asked, name, whole)
     return (name, _flat_transport(name, link, process_set)) if tiers is None else ("tiers", tiers)
 
 
@@ -355,8 +369,8 @@ class HorovodCollectives:
         allreduce_(full, op=Sum, name=name, process_set=self._process_set)
 
 
-def engine_backend(process_set: ProcessSet, transport: str | None) -> EngineBackend:
+def engine_backend(process_set: ProcessSet, transport: str | None, whole: bool = True) -> EngineBackend:
     """Return the engine over new connections among the ranks of a process set. Collective."""
     timeout, number = settings().timeout, new_channel(process_set)
-    name, exchange = make_transport(transport, process_set, number, timeout)
+    name, exchange = make_transport(transport, process_set, number, timeout, whole)
     return EngineBackend(Ranks(process_set, number), name, exchange, timeout)

@@ -89,7 +89,7 @@ def DistributedOptimizer(
         raise NotImplementedError("Adasum does not support process sets; use the global one")
     wire_dtype = getattr(compression, "wire_dtype", None)
     if code := block_code(wire_dtype):
-        transport = transport_for_blocks(code, transport, params, one_by_one)
+        check_blocks(code, transport, params, one_by_one)
     names = checked_names(optimizer.param_groups, named)
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"op must be commsched.Average, Sum or Adasum, got {op!r}")
@@ -349,8 +349,8 @@ def check_master_weights(gather: str, params: Sequence[torch.Tensor], planned: b
         raise ValueError("master_weights=True on a rank outside of process_set, which has no shards")
 
 
-def transport_for_blocks(code: str, transport: Any, params: Sequence[torch.Tensor], one_by_one: bool) -> Any:
-    """Return the transport for buckets quantised to a code, or raise where nothing can move them."""
+def check_blocks(code: str, transport: Any, params: Sequence[torch.Tensor], one_by_one: bool) -> None:
+    """Raise where nothing can move buckets quantised to a code."""
     refused = f"compression=Compression.{code} is not possible"
     elsewhere = sorted({param.device.type for param in params} - {"cpu"})
     if elsewhere:
@@ -368,6 +368,5 @@ def transport_for_blocks(code: str, transport: Any, params: Sequence[torch.Tenso
     if wanted not in (None, "auto", "direct"):
         raise ValueError(
             f"{refused} over transport {wanted!r}, because each gradient must be rounded once and summed by"
-            " its owner; use transport='direct'"
+            " its owner; leave transport= and COMMSCHED_TRANSPORT out, or use transport='direct'"
         )
-    return "direct" if wanted in (None, "auto") else transport

@@ -214,8 +214,10 @@ class Explanation:
     profile: Profile
 
     def __str__(self) -> str:
+        shared = self.transport == "tiers" and len(set(self.hosts)) == 1
+        memory = " (memory that the ranks of this host share)" if shared else ""
         lines = [
-            f"plan {self.hash}, {len(self.buckets)} buckets over transport {self.transport}",
+            f"plan {self.hash}, {len(self.buckets)} buckets over transport {self.transport}{memory}",
             *([f"ranks: {by_host([str(host) for host in self.hosts])}"] if self.hosts else []),
             f"link {self.link}; times: {self.profile_source}",
             f"order: {self.plan}",

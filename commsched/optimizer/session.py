@@ -56,6 +56,7 @@ from torch import nn
 from commsched.backends import backend_for
 from commsched.backends.interface import Backend, Scaling
 from commsched.backends.ranks import Ranks, ranks_text
+from commsched.collectives.compression import block_code
 from commsched.collectives.job import local_rank
 from commsched.collectives.joins import register_joiner
 from commsched.collectives.private_groups import hosts_of
@@ -160,7 +161,8 @@ class Session:
         self._optimizer: Any = weakref.proxy(optimizer)
         self._wrapped = weakref.ref(optimizer)
         params = _trained(optimizer)
-        self.backend = backend_for(params, options.transport, options.process_set)
+        whole = not block_code(options.wire_dtype)
+        self.backend = backend_for(params, options.transport, options.process_set, whole)
         self._parts = _Parts(os.getpid(), self.backend)
         self._finalizer = weakref.finalize(self, _Parts.close, self._parts)
         self._frozen: dict[int, int] = {}  # steps that parameters of the plan have been frozen, by their ids

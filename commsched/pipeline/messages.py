@@ -55,8 +55,8 @@ class Fabric(Protocol):
         """
 
     def transport(self, name: str, ranks: Sequence[int], whole: bool = True) -> Any:
-        """For an engine over these ranks, each of which must call. In two tiers where several of them are on
-        each of several hosts, unless ``whole`` is False: some buckets travel in blocks of int8 or fp8.
+        """For an engine over these ranks, each of which must call. In two tiers where some share a host;
+        without ``whole``, blocks of int8 or fp8 travel too: only where all share one.
         """
 
     def channel(self, name: str, ranks: Sequence[int]) -> Channel:
@@ -114,8 +114,8 @@ class ProcessFabric:
     def transport(self, name: str, ranks: Sequence[int], whole: bool = True) -> Any:
         channel = connected(comm_core.tcp_channel, f"{self._name}/{name}", ranks, self.timeout)
         asked, transport = (settings().transport or "auto").lower(), None
-        if whole and asked in ("auto", "tiers"):
-            transport = tiers_between(channel, ranks, asked, "direct")
+        if asked in ("auto", "tiers"):
+            transport = tiers_between(channel, ranks, asked, "direct", whole)
         if transport is None:
             transport = comm_core.DirectTransport(channel, list(ranks).index(self.rank), len(ranks))
         transport.set_timeout(self.timeout)

@@ -131,9 +131,9 @@ def draw(
     dice = random.Random(seed)
     options = _options_with(dice, ranks, fixed or {}) | {"processes": processes, "transport": "direct"}
     if processes:
-        transports = ["direct", "direct", "ring", "tiers"] + ["stream"] * (not options["two"])
+        transports = ["auto", "direct", "ring", "tiers"] + ["stream"] * (not options["two"])
         options |= {"transport": random.Random(f"transport {seed}").choice(transports), "stream": False}
-        if options["transport"] not in ("direct", "tiers") and options["row_sparse"] is True:
+        if options["transport"] in ("ring", "stream") and options["row_sparse"] is True:
             options["row_sparse"] = "auto"
     options |= fixed or {}
     names = [name for name, action in ACTIONS.items() if action.weight and (not only or name in only)]
@@ -174,7 +174,8 @@ def _narrow(dice: random.Random, options: dict[str, Any]) -> list[str]:
     odd = dice.random()
     sharded, stream = options["gather"] == "parameters", options["stream"]
     if odd < 0.05 and options["op"] == "average" and options["kind"] != "sparse" and not stream:
-        if options["transport"] == "direct":
+        one_host = options.get("hosts", 1) == 1 and options["transport"] in ("auto", "tiers")
+        if options["transport"] == "direct" or one_host:
             options |= {"compression": dice.choice(["bf16", "fp16"])}
             return _ROUNDED
     elif odd < 0.12 and sharded and not stream and options["transport"] != "stream":

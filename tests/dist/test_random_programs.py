@@ -19,7 +19,7 @@ FOUND: list[tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]] = [
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("transport", "ranks", "hosts"), [("direct", 2, 1), ("tiers", 4, 2)])
+@pytest.mark.parametrize(("transport", "ranks", "hosts"), [("direct", 2, 1), ("auto", 2, 1), ("tiers", 4, 2)])
 def test_what_random_programs_have_found_on_real_ranks(transport: str, ranks: int, hosts: int) -> None:
     programs = [
         Program(

@@ -1,4 +1,5 @@
-"""Faults of ranks of two hosts, in every phase of the exchange in two tiers: who is named, and how soon.
+"""Faults of ranks of two hosts, or of one, in every phase of the exchange in two tiers: who is named, and
+how soon.
 
 Each launch makes one fault in all phases at once: see the program.
 """
@@ -84,8 +85,9 @@ class End:
         }
 
 
-def check(how, fault, fault_at, outputs, culprits):
-    """`outputs` and `culprits` by rank: of each surviving rank, and whom it may name."""
+def check(how, fault, fault_at, outputs, culprits, limit=None):
+    """`outputs` and `culprits` by rank: of each surviving rank, and whom it may name. `limit`: seconds."""
+    limit = limit or LIMITS[fault]
     wrong = []
     for rank, text in outputs.items():
         lines = re.findall(r"^(\w+) ended at ([\d.]+): (.*)$", text, re.MULTILINE)
@@ -97,8 +99,8 @@ def check(how, fault, fault_at, outputs, culprits):
             named = "|".join(pattern.format(v=v) for v in culprits[rank])
             if not re.search(named, end.error) or not end.blamed() or not end.blamed() <= culprits[rank]:
                 wrong.append(f"{end} names {end.blamed()}, not one of {culprits[rank]} with {named!r}")
-            if not end.at < fault_at + LIMITS[fault]:
-                wrong.append(f"{end} took {end.at - fault_at:.1f} s, more than {LIMITS[fault]}")
+            if not end.at < fault_at + limit:
+                wrong.append(f"{end} took {end.at - fault_at:.1f} s, more than {limit}")
     assert not wrong, "\n".join([*wrong, *outputs.values()])
     assert not list(Path("/dev/shm").glob("*commsched*"))
 
@@ -124,22 +126,34 @@ def cases():
 def test_every_survivor_names_the_rank(how, fault, victim, tmp_path):
     """A stopped rank's partner on the other host was blamed by its own neighbour, and a stopped rank 0 made
     new connections hang. So did, up to the time-out, a rank that had left in order."""
-    sign = tmp_path / "fault"
+    make_fault(how, fault, victim, tmp_path / "fault", RANKS, "srun-env")
+
+
+@pytest.mark.parametrize("fault", [*SIGNALS])
+@pytest.mark.parametrize("how, victim", [("standing", 1), ("moving", 0)])
+def test_the_neighbour_on_a_single_host_names_the_rank(how, fault, victim, tmp_path):
+    """After one time-out: there is no third rank that either could be waiting for."""
+    limit = TIMEOUT + BUSY if fault == "stop" else BUSY
+    make_fault(how, fault, victim, tmp_path / "fault", 2, "torchrun-env", limit)
+
+
+def make_fault(how, fault, victim, sign, ranks, launcher, limit=None):
     timeout = {"COMMSCHED_TIMEOUT": str(TIMEOUT if fault == "stop" else 900)}
-    with start_ranks(PROGRAM, RANKS, [how, str(victim), str(sign)], timeout, "srun-env") as started:
-        for rank in range(RANKS):
+    with start_ranks(PROGRAM, ranks, [how, str(victim), str(sign)], timeout, launcher) as started:
+        for rank in range(ranks):
             started.wait_for_output(rank, "ready")
         fault_at = time.monotonic()
         started.kill(victim, SIGNALS[fault])
         sign.touch()
-        survivors = [rank for rank in range(RANKS) if rank != victim]
+        survivors = [rank for rank in range(ranks) if rank != victim]
         codes = [started.processes[rank].wait(PATIENCE) for rank in survivors]
         if fault == "stop":
             started.kill(victim, signal.SIGKILL)
         ended = started.wait()[victim].returncode
         outputs = {rank: started.output(rank) for rank in survivors}
-        assert codes == [3, 3, 3] and ended == (0 if fault in ("close", "exit") else -9), started.report()
-    check(how, fault, fault_at, outputs, {rank: {victim} for rank in survivors})
+        expected = 0 if fault in ("close", "exit") else -9
+        assert codes == [3] * len(survivors) and ended == expected, started.report()
+    check(how, fault, fault_at, outputs, {rank: {victim} for rank in survivors}, limit)
 
 
 @pytest.mark.root

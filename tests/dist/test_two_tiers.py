@@ -1,4 +1,4 @@
-"""The exchange in two tiers between processes: sums, lost ranks, and the bytes that leave each host."""
+"""The exchange in two tiers between processes, also of one host: sums, lost ranks, bytes that leave hosts."""
 
 import re
 import subprocess
@@ -25,9 +25,9 @@ TWO_HOSTS = "srun-env"
 PATIENT = {"COMMSCHED_TIMEOUT": "900"}
 
 
-@pytest.mark.parametrize("program, ranks, name", parameters("two_tiers"))
+@pytest.mark.parametrize("program, ranks, name", parameters("two_tiers", "one_host"))
 def test_case(program, ranks, name):
-    check(program, ranks, name, TWO_HOSTS)
+    check(program, ranks, name, TWO_HOSTS if program == "two_tiers" else "torchrun-env")
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def boards_in(pid):
 
 
 @pytest.mark.parametrize("operation", ["RS", "AG"])
-@pytest.mark.parametrize("ranks", [4, 3])
-def test_a_killed_rank_ends_all_others(operation, ranks):
-    results = run_ranks(PROGRAM, ranks, [operation], PATIENT, launcher=TWO_HOSTS)
+@pytest.mark.parametrize(("ranks", "launcher"), [(4, TWO_HOSTS), (3, TWO_HOSTS), (2, "torchrun-env")])
+def test_a_killed_rank_ends_all_others(operation, ranks, launcher):
+    results = run_ranks(PROGRAM, ranks, [operation], PATIENT, launcher=launcher)
     assert results[-1].returncode == -9, results[-1].stderr
     for result in results[:-1]:
         assert result.returncode == 3, result.stderr
@@ -62,9 +62,9 @@ def test_a_killed_rank_ends_all_others(operation, ranks):
     assert not [name for name in Path("/dev/shm").glob("*commsched*")]
 
 
-@pytest.mark.parametrize("ranks", [4, 3])
-def test_a_rank_killed_at_any_moment_ends_all_others(ranks):
-    with start_ranks(PROGRAM, ranks, ["any"], PATIENT, TWO_HOSTS) as started:
+@pytest.mark.parametrize(("ranks", "launcher"), [(4, TWO_HOSTS), (3, TWO_HOSTS), (2, "torchrun-env")])
+def test_a_rank_killed_at_any_moment_ends_all_others(ranks, launcher):
+    with start_ranks(PROGRAM, ranks, ["any"], PATIENT, launcher) as started:
         started.wait_for_output(ranks - 1, "going")
         started.kill(ranks - 1)
         results = started.wait(PATIENCE)

@@ -48,13 +48,14 @@ def tier_sum(
     after: float = 1.0,
 ) -> torch.Tensor:
     """The sum before it is gathered: in rank order inside each host, rounded to the wire type,
-    then in host order. See "order of sums in two tiers" in `two_tier.h`.
+    then in host order; with one host, parts are rounded. See "order of sums in two tiers" in `two_tier.h`.
     """
     dtype, several = parts[0].dtype, len(set(hosts)) > 1
+    travels = wire if wire is not None and len(hosts) > 1 and not several else dtype
     most = max(list(hosts).count(host) for host in hosts)
     room = 2.0 ** (most - 1).bit_length() if several and (wire or dtype) == torch.float16 else 1.0
     wide = torch.float32 if dtype in HALVES else dtype
-    parts = [part if before == 1.0 else (part.to(wide) * before).to(dtype) for part in parts]
+    parts = [(part if before == 1.0 else part.to(wide) * before).to(travels) for part in parts]
     sums = []
     for host in sorted(set(hosts)):
         own = [part for part, of in zip(parts, hosts, strict=True) if of == host]
@@ -67,7 +68,7 @@ def tier_sum(
 
 def tier_gathered(total: torch.Tensor, hosts: Sequence[int], wire: torch.dtype | None) -> torch.Tensor:
     """What every rank has after the all-gather of these sums."""
-    return total if wire is None or len(set(hosts)) == 1 else total.to(wire).to(total.dtype)
+    return total if wire is None or len(hosts) == 1 else total.to(wire).to(total.dtype)
 
 
 def _added(parts: Sequence[torch.Tensor], wide: torch.dtype) -> torch.Tensor:

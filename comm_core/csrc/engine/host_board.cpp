@@ -28,6 +28,14 @@ char* map_board(int file, size_t bytes, size_t place) {
   return static_cast<char*>(memory);
 }
 
+constexpr auto kSpin = std::chrono::microseconds(20);
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
 }  // namespace
 
 HostBoard::HostBoard(const std::vector<int>& files, int place, const Shape& shape) : shape_(shape), place_(place) {
@@ -41,6 +49,16 @@ HostBoard::HostBoard(const std::vector<int>& files, int place, const Shape& shap
     release();
     throw;
   }
+}
+
+bool HostBoard::comes_soon(int place, uint64_t sequence) const {
+  if (published(place, sequence)) return true;
+  if (processor_of(place).load(std::memory_order_relaxed) == sched_getcpu()) return false;
+  for (const Deadline end = Clock::now() + kSpin; Clock::now() < end;) {
+    for (int i = 0; i < 8; ++i) pause_briefly();
+    if (published(place, sequence)) return true;
+  }
+  return false;
 }
 
 void HostBoard::release() noexcept {

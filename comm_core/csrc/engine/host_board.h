@@ -1,12 +1,16 @@
 // Memory that the ranks of one host share: each rank has a board, which it writes and its neighbours read.
 #pragma once
 
+#include <sched.h>
+
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <string>
+#include <cstring>
 #include <vector>
 
+#include "channel.h"
 #include "socket.h"
 #include "types.h"
 
@@ -20,8 +24,8 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<int64_t>
 //   board of one rank:   head | shard 0: slot 0, slot 1, ... | shard 1: slot 0, ... | ... shard N-1
 //
 // A slot holds one segment of one shard. The board itself knows nothing of who may write or read when: see two_tier.h. The head
-// holds the token by which a neighbour knows the board, how many segments its rank has published and of what, and when it last
-// waited.
+// holds the token by which a neighbour knows the board, how many segments its rank has published and of what, for which segment
+// it sleeps, and when it last waited.
 class HostBoard {
  public:
   static constexpr size_t kHead = 4096;  // bytes
@@ -49,15 +53,42 @@ class HostBoard {
   char* own(int shard, uint64_t sequence) { return slot(place_, shard, sequence); }
   const char* of(int place, int shard, uint64_t sequence) const { return slot(place, shard, sequence); }
 
-  // What this rank wrote before is visible to a neighbour for which published(place, sequence, form) is true. Both give the same
-  // form, a number that tells what the segment belongs to.
-  void publish(uint64_t sequence, uint64_t form) {
-    form_of(place_, sequence).store(form, std::memory_order_relaxed);
-    counter(place_).store(sequence + 1, std::memory_order_release);
+  // What a segment belongs to: its operation, and a number in which operations on other elements differ.
+  struct Note {
+    MessageTag tag;
+    uint64_t form;
+  };
+
+  // What this rank wrote before is visible to a neighbour for which published(place, sequence) is true.
+  void publish(uint64_t sequence, const Note& note) {
+    std::array<uint64_t, kWords> words;
+    std::memcpy(words.data(), &note, sizeof(note));
+    for (size_t i = 0; i < kWords; ++i) word_of(place_, sequence, i).store(words[i], std::memory_order_relaxed);
+    processor_of(place_).store(sched_getcpu(), std::memory_order_relaxed);
+    counter(place_).store(sequence + 1);
   }
-  bool published(int place, uint64_t sequence, uint64_t form) const {
-    return counter(place).load(std::memory_order_acquire) > sequence &&
-           form_of(place, sequence).load(std::memory_order_relaxed) == form;
+  bool published(int place, uint64_t sequence) const { return counter(place).load() > sequence; }
+  Note note(int place, uint64_t sequence) const {
+    std::array<uint64_t, kWords> words;
+    for (size_t i = 0; i < kWords; ++i) words[i] = word_of(place, sequence, i).load(std::memory_order_relaxed);
+    Note note;
+    std::memcpy(static_cast<void*>(&note), words.data(), sizeof(note));
+    return note;
+  }
+
+  // True if this rank must sleep until a message says that the neighbour has published the segment: it sends one to a rank for
+  // which is_awaited() is true. Either this rank sees the segment, or the neighbour sees that this rank sleeps: both write first
+  // and then read, in the one order of all such accesses (memory_order_seq_cst). If both see, whoever takes the wish back first
+  // decides whether a message comes.
+  bool must_sleep(int place, uint64_t sequence) {
+    if (comes_soon(place, sequence)) return false;
+    uint64_t wish = wish_for(place, sequence);
+    wish_of(place_).store(wish);
+    return !published(place, sequence) || !wish_of(place_).compare_exchange_strong(wish, 0);
+  }
+  bool is_awaited(int place, uint64_t sequence) {
+    uint64_t wish = wish_for(place_, sequence);
+    return wish_of(place).load() == wish && wish_of(place).compare_exchange_strong(wish, 0);
   }
 
   // Where this rank's channel writes the time while it waits, and the time since a neighbour's did so. The processes of one host
@@ -71,18 +102,30 @@ class HostBoard {
   void release() noexcept;
 
  private:
+  // Waits without sleeping, for as long as it takes to go to sleep and to be woken. Not for a neighbour that was last seen on this
+  // rank's processor: it could not go on meanwhile.
+  bool comes_soon(int place, uint64_t sequence) const;
+
   char* slot(int place, int shard, uint64_t sequence) const {
     return boards_[place] + kHead + (static_cast<size_t>(shard) * shape_.slots + sequence % shape_.slots) * shape_.slot_bytes;
   }
 
-  // Behind the token; files in memory begin as zeros.
+  // Behind the token, each in a cache line of its own; files in memory begin as zeros.
   std::atomic<uint64_t>& counter(int place) const { return *reinterpret_cast<std::atomic<uint64_t>*>(boards_[place] + 64); }
+
+  // In the same line, because it is written with the counter.
+  std::atomic<int>& processor_of(int place) const { return *reinterpret_cast<std::atomic<int>*>(boards_[place] + 72); }
 
   std::atomic<int64_t>& pulse_of(int place) const { return *reinterpret_cast<std::atomic<int64_t>*>(boards_[place] + 128); }
 
-  // Of the segment in this slot.
-  std::atomic<uint64_t>& form_of(int place, uint64_t sequence) const {
-    return reinterpret_cast<std::atomic<uint64_t>*>(boards_[place] + 192)[sequence % shape_.slots];
+  // The segment that this rank awaits; 0: none.
+  std::atomic<uint64_t>& wish_of(int place) const { return *reinterpret_cast<std::atomic<uint64_t>*>(boards_[place] + 192); }
+  static uint64_t wish_for(int place, uint64_t sequence) { return (sequence + 1) << 16 | static_cast<uint64_t>(place); }
+
+  // Of the note on the segment in this slot.
+  static constexpr size_t kWords = sizeof(Note) / sizeof(uint64_t);
+  std::atomic<uint64_t>& word_of(int place, uint64_t sequence, size_t i) const {
+    return reinterpret_cast<std::atomic<uint64_t>*>(boards_[place] + 256)[sequence % shape_.slots * kWords + i];
   }
 
   const Shape shape_;

@@ -82,32 +82,48 @@ template <typename From, typename To>
 using Sum = std::conditional_t<std::is_same_v<From, double> || std::is_same_v<To, double>, double,
                                std::conditional_t<is_half<From> || std::is_same_v<From, float>, float, From>>;
 
-template <typename From, typename To>
-void store(const Sum<From, To>* sums, To* out, size_t n, double scale) {
+// Each element of `out` lies in the place of the same element of a part, or in none: the loops have no order.
+#define COMMSCHED_NO_ORDER _Pragma("GCC ivdep")
+
+// Reads each part once, and writes nothing but `out` where there are one or two parts.
+template <typename From, typename To, typename Finish>
+void sum_blocks(const void* const* parts, int num_parts, To* out, size_t n, Finish finish) {
   using S = Sum<From, To>;
-  if (scale == 1.0) {
-    for (size_t i = 0; i < n; ++i) out[i] = Narrow<To, S>::apply(sums[i]);
-  } else if constexpr (std::is_integral_v<S>) {
-    for (size_t i = 0; i < n; ++i) out[i] = static_cast<To>(static_cast<double>(sums[i]) * scale);
-  } else {
-    const S factor = static_cast<S>(scale);
-    for (size_t i = 0; i < n; ++i) out[i] = Narrow<To, S>::apply(sums[i] * factor);
+  S sums[kBlock];
+  for (size_t begin = 0; begin < n; begin += kBlock, out += kBlock) {
+    const size_t length = std::min(kBlock, n - begin);
+    const auto part = [&](int p) { return static_cast<const From*>(parts[p]) + begin; };
+    const From *const first = part(0), *const last = part(num_parts - 1);
+    if (num_parts == 1) {
+      COMMSCHED_NO_ORDER for (size_t i = 0; i < length; ++i) out[i] = finish(static_cast<S>(widen(first[i])));
+      continue;
+    }
+    const auto add = [](S sum, From next) { return static_cast<S>(sum + static_cast<S>(widen(next))); };
+    if (num_parts == 2) {
+      COMMSCHED_NO_ORDER for (size_t i = 0; i < length; ++i) out[i] = finish(add(static_cast<S>(widen(first[i])), last[i]));
+      continue;
+    }
+    const From* const second = part(1);
+    for (size_t i = 0; i < length; ++i) sums[i] = add(static_cast<S>(widen(first[i])), second[i]);
+    for (int p = 2; p + 1 < num_parts; ++p) {
+      const From* const next = part(p);
+      for (size_t i = 0; i < length; ++i) sums[i] = add(sums[i], next[i]);
+    }
+    COMMSCHED_NO_ORDER for (size_t i = 0; i < length; ++i) out[i] = finish(add(sums[i], last[i]));
   }
 }
 
 template <typename From, typename To>
-void sum_blocks(const void* const* parts, int num_parts, void* out, size_t n, double scale) {
+void sum_scaled(const void* const* parts, int num_parts, void* out, size_t n, double scale) {
   using S = Sum<From, To>;
-  S sums[kBlock];
-  for (size_t begin = 0; begin < n; begin += kBlock) {
-    const size_t length = std::min(kBlock, n - begin);
-    const From* first = static_cast<const From*>(parts[0]) + begin;
-    for (size_t i = 0; i < length; ++i) sums[i] = static_cast<S>(widen(first[i]));
-    for (int p = 1; p < num_parts; ++p) {
-      const From* part = static_cast<const From*>(parts[p]) + begin;
-      for (size_t i = 0; i < length; ++i) sums[i] = static_cast<S>(sums[i] + static_cast<S>(widen(part[i])));
-    }
-    store<From, To>(sums, static_cast<To*>(out) + begin, length, scale);
+  To* const to = static_cast<To*>(out);
+  if (scale == 1.0) {
+    sum_blocks<From>(parts, num_parts, to, n, [](S sum) { return Narrow<To, S>::apply(sum); });
+  } else if constexpr (std::is_integral_v<S>) {
+    sum_blocks<From>(parts, num_parts, to, n, [=](S sum) { return static_cast<To>(static_cast<double>(sum) * scale); });
+  } else {
+    sum_blocks<From>(parts, num_parts, to, n,
+                     [factor = static_cast<S>(scale)](S sum) { return Narrow<To, S>::apply(sum * factor); });
   }
 }
 
@@ -153,12 +169,12 @@ void sum_in_order(const void* const* parts, int num_parts, DType from, void* out
   if (from == to && !is_floating(from)) {
     return with_integer(from, [&](auto t) {
       using T = typename decltype(t)::type;
-      sum_blocks<T, T>(parts, num_parts, out, n, scale);
+      sum_scaled<T, T>(parts, num_parts, out, n, scale);
     });
   }
   with_floating(from, [&](auto f) {
     with_floating(
-        to, [&](auto t) { sum_blocks<typename decltype(f)::type, typename decltype(t)::type>(parts, num_parts, out, n, scale); });
+        to, [&](auto t) { sum_scaled<typename decltype(f)::type, typename decltype(t)::type>(parts, num_parts, out, n, scale); });
   });
 }
 

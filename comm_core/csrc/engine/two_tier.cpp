@@ -67,7 +67,7 @@ TwoTierTransport::TwoTierTransport(std::shared_ptr<Channel> channel, int rank, s
 }
 
 void TwoTierTransport::prepare(const BucketSpec& bucket) {
-  refuse_blocks(bucket, "the exchange in two tiers, which would round the sum of each host");
+  if (!one_host()) refuse_blocks(bucket, "the exchange in two tiers, which would round the sum of each host");
   RowTransport::prepare(bucket);
 }
 
@@ -96,42 +96,59 @@ void TwoTierTransport::wait_for(std::vector<Request>& all, int peer, size_t k) {
 }
 
 // Neighbours whose buckets differ would add other elements: their forms differ, too.
-TwoTierTransport::Work TwoTierTransport::work(const BucketSpec& b, const OpTag& tag, DType type, DType wire) const {
+TwoTierTransport::Work TwoTierTransport::work(const BucketSpec& b, const OpTag& tag, DType type, DType wire, DType board) const {
   uint64_t form = static_cast<uint64_t>(type) << 8 | static_cast<uint64_t>(wire);
   for (int shard = 0; shard < size_; ++shard) form = form * 1000003 + b.part_end(shard, size_);
-  return {{b, tag, type, wire}, form};
+  return {{b, tag, type, wire}, board, form};
 }
 
-// Tells the neighbours that segment k lies on this rank's board, and lets them tell this rank.
+// Tells the neighbours that segment k lies on this rank's board, and wakes those that sleep until it does.
 void TwoTierTransport::announce(const Work& work, int round, size_t k) {
-  board_->publish(sequence_ + k, work.form);
-  const MessageTag tag = message(work.tag, round, k);
+  const HostBoard::Note note = this->note(work, round, k);
+  board_->publish(sequence_ + k, note);
   for (const int other : neighbours_) {
-    request(receives_, other, k) = channel_->irecv(nullptr, 0, other, tag);
+    if (!board_->is_awaited(place_[other], sequence_ + k)) continue;
     wait_for(sends_, other, k);  // the previous use of this slot
-    request(sends_, other, k) = channel_->isend(nullptr, 0, other, tag);
+    request(sends_, other, k) = channel_->isend(nullptr, 0, other, note.tag);
   }
 }
 
-void TwoTierTransport::await_announcements(const Work& work, size_t k) {
+void TwoTierTransport::await_announcements(const Work& work, int round, size_t k) {
+  const HostBoard::Note expected = note(work, round, k);
   for (const int other : neighbours_) {
-    wait_for(receives_, other, k);
-    if (board_->published(place_[other], sequence_ + k, work.form)) continue;
-    throw EngineError(ErrorKind::mismatch,
-                      "rank " + std::to_string(other) + " announced segment " + std::to_string(sequence_ + k) + ", but not of " +
-                          std::to_string(work.bucket.count) + " elements of " + dtype_name(work.type) +
-                          " as here, or its board is that of another optimizer; use the same plan on all ranks",
-                      other);
+    if (board_->must_sleep(place_[other], sequence_ + k)) {
+      request(receives_, other, k) = channel_->irecv(nullptr, 0, other, expected.tag);
+      wait_for(receives_, other, k);
+    }
+    const HostBoard::Note got = board_->note(place_[other], sequence_ + k);
+    const bool same = got.tag == expected.tag;
+    if (board_->published(place_[other], sequence_ + k) && same && got.form == expected.form) continue;
+    throw EngineError(
+        ErrorKind::mismatch,
+        rank_name(other) + " announced segment " + std::to_string(sequence_ + k) +
+            (same ? ", but not of " + std::to_string(work.bucket.count) + " elements of " + dtype_name(work.type) + " as here"
+                  : " for " + describe(got.tag) + ", but this rank expects it for " + describe(expected.tag)) +
+            ", or its board is that of another optimizer; use the same plan on all ranks",
+        other);
   }
+}
+
+// Writes this rank's segment k of a shard as it lies on a board.
+void TwoTierTransport::write_slice(const Work& work, int shard, size_t k, char* to) const {
+  const BucketSpec& b = work.bucket;
+  const Cut cut = part(work, shard);
+  const double scale = work.board == work.type ? 1.0 : b.prescale;  // else the bucket has been scaled in place
+  convert(at(b.reduce_ptr, work.type, cut.begin(k)), work.type, to, work.board, cut.size(k), scale,
+          b.sent_residual_at(cut.begin(k)));
 }
 
 // Reduce-scatter, first part: segment k of every shard goes where its deputy on this host can read it.
 void TwoTierTransport::lay_out_slices(const Work& work, size_t k) {
   for (int shard = 0; shard < size_; ++shard) {
-    const Cut cut = part(work, shard);
-    if (deputy(shard, host_) == rank_ || cut.size(k) == 0) continue;
-    const char* slice = at(work.bucket.reduce_ptr, work.type, cut.begin(k));
-    std::memcpy(board_->own(shard, sequence_ + k), slice, cut.size(k) * dtype_size(work.type));
+    const size_t n = part(work, shard).size(k);
+    if (deputy(shard, host_) == rank_ || n == 0) continue;
+    if (one_host()) pass_gate(wire_bytes(work.board, n));
+    write_slice(work, shard, k, board_->own(shard, sequence_ + k));
   }
   announce(work, kScatter, k);
 }
@@ -140,7 +157,7 @@ void TwoTierTransport::lay_out_slices(const Work& work, size_t k) {
 void TwoTierTransport::sum_on_host(const Work& work, size_t k) {
   const BucketSpec& b = work.bucket;
   const MessageTag tag = message(work.tag, kScatter, k);
-  await_announcements(work, k);
+  await_announcements(work, kScatter, k);
   const size_t mine = part(work, rank_).size(k);
   for (int host = 0; mine > 0 && host < static_cast<int>(members_.size()); ++host) {
     if (host == host_) continue;
@@ -156,10 +173,16 @@ void TwoTierTransport::sum_on_host(const Work& work, size_t k) {
     for (int place = 0; place < static_cast<int>(ranks.size()); ++place) {
       parts_[place] = ranks[place] == rank_ ? slice : board_->of(place, shard, sequence_ + k);
     }
+    if (work.board != work.type) {  // as the others' slices are: the sum must not depend on who owns the shard
+      char* staged = outgoing_.slot(rank_, k);
+      write_slice(work, shard, k, staged);
+      parts_[place_[rank_]] = staged;
+    }
     if (shard != rank_) wait_for(sends_, shard, k);  // the previous use of this slot
-    char* sum = work.wire == work.type ? slice : outgoing_.slot(shard, k);
+    const DType to = one_host() ? work.type : work.wire;
+    char* sum = to == work.type ? slice : outgoing_.slot(shard, k);
     const double scale = one_host() ? b.postscale : work.wire == DType::f16 ? 1.0 / room_ : 1.0;
-    sum_in_order(parts_.data(), static_cast<int>(ranks.size()), work.type, sum, work.wire, n, scale);
+    sum_in_order(parts_.data(), static_cast<int>(ranks.size()), work.board, sum, to, n, scale);
     if (shard == rank_) continue;
     pass_gate(wire_bytes(work.wire, n));
     request(sends_, shard, k) = channel_->isend(sum, wire_bytes(work.wire, n), shard, tag);
@@ -189,11 +212,10 @@ void TwoTierTransport::sum_of_hosts(const Work& work, size_t k) {
 // Any rank's next step needs only earlier segments of the others, or bytes that are moving, so the slowest rank can always go on.
 void TwoTierTransport::reduce_scatter(const BucketSpec& b, const OpTag& tag) {
   if (size_ == 1 && !b.corrects()) return scale_alone(b);
-  const DType wire = one_host() ? b.dtype : b.wire_dtype;
-  if (b.row > 0) return reduce_scatter_rows({b, tag, b.dtype, wire});
-  const Work work = this->work(b, tag, b.dtype, wire);
-  convert(b.reduce_ptr, b.dtype, b.reduce_ptr, b.dtype, b.count, b.prescale);
-  const size_t all = segments(b, work.type);
+  if (b.row > 0) return reduce_scatter_rows({b, tag, b.dtype, size_ == 1 ? b.dtype : b.wire_dtype});
+  const Work work = this->work(b, tag, b.dtype, b.wire_dtype, one_host() ? b.wire_dtype : b.dtype);
+  if (work.board == work.type) convert(b.reduce_ptr, b.dtype, b.reduce_ptr, b.dtype, b.count, b.prescale);
+  const size_t all = segments(b, work.board);
   size_t laid_out = 0, summed = 0;
   for (size_t k = 0; k < all; ++k) {
     const size_t ahead = this->ahead();
@@ -224,7 +246,8 @@ void TwoTierTransport::send_shard(const Work& work, size_t k) {
   }
   char* shard = at(work.bucket.gather_ptr, work.type, own.begin(k));
   char* slot = board_->own(rank_, sequence_ + k);
-  convert(shard, work.type, slot, work.wire, n, 1.0);
+  if (one_host()) pass_gate(wire_bytes(work.wire, n));
+  convert(shard, work.type, slot, work.wire, n, 1.0, work.bucket.sum_residual_at(own.begin(k) - own.start));
   if (work.wire != work.type) convert(slot, work.wire, shard, work.type, n, 1.0);  // keep the rounded values that the others get
   for (int host = 0; host < static_cast<int>(members_.size()); ++host) {
     if (host == host_) continue;
@@ -251,7 +274,7 @@ void TwoTierTransport::lay_out_shards(const Work& work, size_t k) {
 
 // Third part: copies segment k of the shards on the neighbours' boards.
 void TwoTierTransport::take_shards(const Work& work, size_t k) {
-  await_announcements(work, k);
+  await_announcements(work, kGather, k);
   for (int shard = 0; shard < size_; ++shard) {
     const Cut cut = part(work, shard);
     const int from = deputy(shard, host_);
@@ -263,10 +286,9 @@ void TwoTierTransport::take_shards(const Work& work, size_t k) {
 
 void TwoTierTransport::all_gather(const BucketSpec& b, const OpTag& tag) {
   if (size_ == 1 && !b.corrects()) return;
-  const DType wire = one_host() ? gather_type(b) : gather_wire(b);
-  if (b.row > 0) return all_gather_rows({b, tag, gather_type(b), wire});
-  const Work work = this->work(b, tag, gather_type(b), wire);
-  const size_t all = segments(b, work.type);
+  if (b.row > 0) return all_gather_rows({b, tag, gather_type(b), size_ == 1 ? gather_type(b) : gather_wire(b)});
+  const Work work = this->work(b, tag, gather_type(b), gather_wire(b), gather_wire(b));
+  const size_t all = segments(b, work.board);
   size_t sent = 0;
   for (size_t k = 0; k < all; ++k) {
     for (; sent < std::min(all, k + ahead()); ++sent) send_shard(work, sent);
@@ -277,19 +299,17 @@ void TwoTierTransport::all_gather(const BucketSpec& b, const OpTag& tag) {
   sequence_ += all;
 }
 
-// What this rank sends to other hosts; with one host, what it copies to its board.
+// What this rank sends to other hosts; with one host, what its neighbours read of its board.
 int64_t TwoTierTransport::bytes_sent(const BucketSpec& b, Op op) const {
+  if (one_host()) return RowTransport::bytes_sent(b, op);
   const auto part = [&](int rank, DType wire) {
     return static_cast<int64_t>(wire_bytes(wire, b.part_end(rank, size_) - b.part_begin(rank, size_)));
   };
   int64_t bytes = 0;
   for (int shard = 0; op != Op::AG && shard < size_; ++shard) {
-    const bool sends = one_host() ? shard != rank_ : hosts_[shard] != host_ && deputy(shard, host_) == rank_;
-    if (sends) bytes += part(shard, one_host() ? b.dtype : b.wire_dtype);
+    if (hosts_[shard] != host_ && deputy(shard, host_) == rank_) bytes += part(shard, b.wire_dtype);
   }
-  if (op == Op::RS) return bytes;
-  const int64_t own = part(rank_, one_host() ? gather_type(b) : gather_wire(b));
-  return bytes + own * (one_host() ? 1 : static_cast<int64_t>(members_.size()) - 1);
+  return op == Op::RS ? bytes : bytes + part(rank_, gather_wire(b)) * static_cast<int64_t>(members_.size() - 1);
 }
 
 }  // namespace commsched

@@ -21,10 +21,12 @@ namespace commsched {
 //   all-gather       rank 0  copies its shard to its board --> rank 1 copies it from there
 //                       +=== link ===> the board of rank 2 --> ranks 2 and 3 copy it from there
 //
-// A neighbour learns that a segment lies on a board from an empty message over the channel. So one thread waits for memory and
-// for messages at once, which move all the time: a thread asleep on a counter in memory (a futex) would move no bytes meanwhile,
-// and rings of hosts that wait for each other's bytes would stand still. Time-outs, lost ranks, farewells, abort() and the check
-// that both sides run the same operation are the channel's for both tiers.
+// A board's counter says how many segments lie on it. A rank whose neighbour is not so far leaves a wish on its own board and
+// sleeps in the channel, until the neighbour has published the segment and answers the wish with an empty message. So one thread
+// waits for memory and for messages at once, which move all the time: a thread asleep on a counter in memory (a futex) would move
+// no bytes meanwhile, and rings of hosts that wait for each other's bytes would stand still. Time-outs, lost ranks, farewells and
+// abort() are the channel's for both tiers. Ranks that are level with each other send no message: with one host, each would cost
+// as much as the copy of its segment.
 //
 // No message says that a slot may be written again. Segments are counted over all operations, and each rank announces every
 // segment to every neighbour, also an empty one. A rank announces segment s only after it has read all boards for segment
@@ -46,15 +48,16 @@ namespace commsched {
 // In float16 it could become infinite where the mean of all ranks does not: it is divided by the least power of two that is not
 // less than the ranks of any host, and the sum over the hosts multiplied by it, which changes no other bits above subnormals.
 // The hosts' sums are added in host order (16-bit types: in float), scaled by `postscale` and rounded once to the bucket's type.
-// With one host nothing is rounded to the wire type, and the sum has the bits of the direct exchange without one; with one rank
-// for each host it has the bits of the direct exchange.
+// With one host, or one rank for each host, the sum has the bits of the direct exchange: with one host, slices lie on the boards in
+// the wire type, blocks included, and are added in rank order.
 //
 // [Note: rows in two tiers]
 //
 // Of a bucket of rows only touched rows travel. Their number is not known beforehand, so they do not use the boards: all messages
 // go over the channel, inside a host too. Row n belongs to rank n % size. Each line is one exchange in which every rank takes part:
 //
-//   reduce-scatter   1. in the host     touched rows, in the bucket's type, to the deputy for their owner, which adds them
+//   reduce-scatter   1. in the host     touched rows, in the bucket's type (with one host, the wire type), to the deputy for their
+//                                       owner, which adds them
 //                    2. between hosts   the host's sums of rows, in the wire type, to their owners, which add them
 //   all-gather       3. between hosts   each owner's rows that are not zero to its deputies on the other hosts
 //                    4. in the host     own rows and those from exchange 3 to all neighbours
@@ -86,21 +89,24 @@ class TwoTierTransport : public RowTransport {
 
  private:
   // The operation in progress.
-  struct Work : RowTransport::Work {  // `wire` is `type` with one host
-    uint64_t form;                    // of its segments on the boards
+  struct Work : RowTransport::Work {
+    DType board;    // of what lies on the boards
+    uint64_t form;  // of its segments there
   };
 
-  Work work(const BucketSpec& bucket, const OpTag& tag, DType type, DType wire) const;
+  Work work(const BucketSpec& bucket, const OpTag& tag, DType type, DType wire, DType board) const;
 
   bool one_host() const { return members_.size() == 1; }
   int deputy(int shard, int host) const { return members_[host][place_[shard] % members_[host].size()]; }
-  Cut part(const Work& work, int shard) const { return cut(work.bucket, shard, work.type); }
+  Cut part(const Work& work, int shard) const { return cut(work.bucket, shard, work.board); }
+  HostBoard::Note note(const Work& work, int round, size_t k) const { return {message(work.tag, round, k), work.form}; }
   bool may_be_waiting(int peer) const;
   void wait_for(std::vector<Request>& all, int peer, size_t k) override;
 
   void announce(const Work& work, int round, size_t k);
-  void await_announcements(const Work& work, size_t k);
+  void await_announcements(const Work& work, int round, size_t k);
 
+  void write_slice(const Work& work, int shard, size_t k, char* to) const;
   void lay_out_slices(const Work& work, size_t k);
   void sum_on_host(const Work& work, size_t k);
   void sum_of_hosts(const Work& work, size_t k);
@@ -113,7 +119,7 @@ class TwoTierTransport : public RowTransport {
   void reduce_scatter_rows(const RowTransport::Work& work);
   void all_gather_rows(const RowTransport::Work& work);
   void unite_changes(const RowTransport::Work& work);
-  void sum_rows_on_host(const RowTransport::Work& work);
+  void sum_rows_on_host(const RowTransport::Work& work, DType packed);
   void sum_rows_of_hosts(const RowTransport::Work& work);
 
   const std::vector<int> hosts_;           // by rank

@@ -16,15 +16,15 @@ void TwoTierTransport::unite_changes(const RowTransport::Work& work) {
 }
 
 // This host's sums of the rows whose deputy this rank is, packed for their owners; with one host, the sums of this rank's rows.
-void TwoTierTransport::sum_rows_on_host(const RowTransport::Work& work) {
+void TwoTierTransport::sum_rows_on_host(const RowTransport::Work& work, DType packed) {
   const BucketSpec& b = work.bucket;
   const std::vector<int>& ranks = members_[host_];
   const auto expected = [&](uint32_t number) { return via(number) == rank_; };
   const auto sum_into = [&](char* sum, DType wire, double scale) {
-    sum_in_order(parts_.data(), static_cast<int>(ranks.size()), work.type, sum, wire, b.row, scale);
+    sum_in_order(parts_.data(), static_cast<int>(ranks.size()), packed, sum, wire, b.row, scale);
   };
   std::swap(received_rows_[rank_], packed_rows_[rank_]);
-  zero_is(work, work.type);
+  zero_is(work, packed);
   if (one_host()) {
     merge_rows(work, ranks, expected,
                [&](uint32_t number) { sum_into(at(b.reduce_ptr, b.dtype, number * b.row), b.dtype, b.postscale); });
@@ -60,9 +60,10 @@ void TwoTierTransport::reduce_scatter_rows(const RowTransport::Work& work) {
   const BucketSpec& b = work.bucket;
   find_rows_to_send(work);
   if (b.corrects()) unite_changes(work);
-  pack_rows(work, work.type);
-  exchange_rows(work, kScatter, {neighbours_, neighbours_, one_host()}, b.row * dtype_size(work.type));
-  sum_rows_on_host(work);
+  const DType packed = one_host() ? work.wire : work.type;
+  pack_rows(work, packed);
+  exchange_rows(work, kScatter, {neighbours_, neighbours_, one_host()}, b.row * dtype_size(packed));
+  sum_rows_on_host(work, packed);
   if (one_host()) return;
   exchange_rows(work, kScatterBetween, {entrusted_, deputies_, true}, b.row * dtype_size(work.wire));
   sum_rows_of_hosts(work);

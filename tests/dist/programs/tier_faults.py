@@ -1,4 +1,4 @@
-"""Four ranks in every phase of the exchange in two tiers at once, until a fault ends their waits.
+"""Ranks in every phase of the exchange in two tiers at once, until a fault ends their waits.
 
 `tier_faults.py standing VICTIM SIGN`: in each phase all wait for the rank VICTIM, which goes no further.
 `tier_faults.py moving VICTIM SIGN`: all exchange and train, so the fault comes anywhere.

@@ -1,9 +1,7 @@
-"""The optimizer over the exchange in two tiers: the launcher tells of two hosts, which are both this machine."""
+"""The optimizer over two tiers: the launcher tells of two hosts, which are both this machine."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,65 +9,23 @@ from torch import nn
 
 import commsched as hvd
 from commsched.collectives.private_groups import hosts_of
-from commsched.pipeline import Pipeline
 from scheduler.bounds import lower_bound
 from scheduler.ir.actions import Kind
 from scheduler.ir.link import Link, TwoTierLink
 from tests.support.cases import Me, case, main
-from tests.support.oracle import assert_close, assert_same_bits, batch, fingerprint, seeded, terms_of
-from tests.support.pipeline_runs import loss_of
+from tests.support.oracle import assert_close, assert_same_bits, fingerprint, seeded, terms_of
 from tests.support.small_models import mlp, mlp64
-from tests.support.two_tiers import TierOracle, tier_sum
-
-
-class Mixed(nn.Module):
-    """Odd sizes, an empty parameter, three dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(12, 37)
-        self.brief = nn.Linear(37, 5).to(torch.bfloat16)
-        self.wide = nn.Linear(37, 11, bias=False).double()
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.last = nn.Linear(16, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.first(x)) + self.empty.sum()
-        wide = self.wide(x.double()).float()
-        return self.last(torch.cat([self.brief(x.bfloat16()).float(), wide], 1))
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
-
-
-def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    return model(batch(rank, step, dtype=next(model.parameters()).dtype)).square().mean()
-
-
-def expected(
-    me: Me, build: Callable[[], nn.Module], steps: int, wire: torch.dtype | None = None
-) -> nn.Module:
-    model = seeded(build)
-    oracle = TierOracle(model, sgd(model), me.size)
-    oracle.wire = wire
-    for step in range(steps):
-        oracle.step(lambda m, rank, step=step: loss(m, rank, step))
-    return model
-
-
-def trained(me: Me, build: Callable[[], nn.Module], steps: int, carrier: str, **options: Any) -> nn.Module:
-    model = seeded(build)
-    me.shake(model)
-    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
-    assert hvd.explain(optimizer, show=False).transport == carrier
-    for step in range(steps):
-        loss(model, me.rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.state_dict()
-    optimizer.close()
-    return model
+from tests.support.tier_training import (
+    Mixed,
+    check_touched_rows,
+    expected,
+    in_one_process,
+    loss,
+    of_replicas,
+    rows_of,
+    sgd,
+    trained,
+)
 
 
 @case(ranks=(4,), slow=(3,))
@@ -174,59 +130,9 @@ def blocks_and_named_transports_are_flat(me: Me) -> None:
         raise AssertionError("blocks of int8 over tiers were not refused")
 
 
-class Table(nn.Module):
-    """An embedding, and either a layer of its own or one that is tied to it."""
-
-    def __init__(self, sparse: bool, tied: bool) -> None:
-        super().__init__()
-        self.words = nn.Embedding(501, 8, sparse=sparse)
-        self.out = nn.Linear(8, 501 if tied else 2, bias=False)
-        if tied:
-            self.out.weight = self.words.weight
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.out(self.words(words))
-
-
 @case(ranks=(4,), slow=(3,))
 def touched_rows_have_the_bits_of_sums_by_host(me: Me) -> None:
-    """Of plain, sparse and tied tables, by rows and whole; ranks of a host touch some rows together."""
-    steps = 14
-
-    def table_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-        words = torch.arange(6).remainder(5).add(3 * rank + step)
-        return model(words).square().mean()
-
-    for sparse, tied, dtype in (
-        (False, False, torch.float32),
-        (True, False, torch.float64),
-        (False, True, torch.float32),
-    ):
-
-        def build(sparse: bool = sparse, tied: bool = tied, dtype: torch.dtype = dtype) -> nn.Module:
-            return Table(sparse, tied).to(dtype)
-
-        truth = seeded(lambda: build(sparse=False))
-        oracle = TierOracle(truth, torch.optim.SGD(truth.parameters(), lr=0.1), me.size)
-        for step in range(steps):
-            oracle.step(lambda m, rank, step=step: table_loss(m, rank, step))
-        for choice in (True, "auto", False):
-            model = seeded(build)
-            me.shake(model)
-            inner = torch.optim.SGD(model.parameters(), lr=0.1)
-            optimizer: Any = hvd.DistributedOptimizer(inner, model=model, schedule="auto", row_sparse=choice)
-            for step in range(steps):
-                table_loss(model, me.rank, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            optimizer.state_dict()
-            explanation = hvd.explain(optimizer, show=False)
-            assert explanation.transport == "tiers"
-            if choice != "auto":
-                assert list(explanation.by_rows) == (["words.weight"] if choice else [])
-                assert explanation.tied == (("words.weight",) if choice and tied else ())
-            optimizer.close()
-            assert_same_bits(model, truth, f"sparse={sparse}, tied={tied}, row_sparse={choice}")
+    check_touched_rows(me)
 
 
 @case(ranks=(4,))
@@ -250,46 +156,6 @@ def a_row_leaves_its_host_once(me: Me) -> None:
     rows = 2 * 16 * (64 * 4 + 4)
     assert rows <= sent <= rows + 1500, sent  # and counts, and flags of the step
     optimizer.close()
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.01)
-
-
-Rows = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-def rows_of(size: int) -> Rows:
-    """Batches of three rows for each rank."""
-    return [(batch(0, step, (3 * size, 12)), batch(1, step, (3 * size, 3))) for step in range(4)]
-
-
-def of_replicas(me: Me, data: Rows, **options: Any) -> nn.Module:
-    """A model after these steps as one stage with a replica on every rank."""
-    model = seeded(mlp)
-    options = {"loss": loss_of, "optimizer": adam, "bucket_bytes": 2000, **options}
-    pipeline = Pipeline(copy.deepcopy(model), "1f1b", 1, (1, me.size), **options)
-    for each in data:
-        pipeline.step(each)
-    model.load_state_dict(pipeline.state_dict())
-    pipeline.close()
-    return model
-
-
-def in_one_process(data: Rows, hosts: Sequence[int], wire: torch.dtype | None = None) -> nn.Module:
-    """The same with the gradients of each rank's rows added by these hosts."""
-    model = seeded(mlp)
-    optimizer = adam(model.parameters())
-    for inputs, targets in data:
-        parts = []
-        for x, y in zip(inputs.chunk(len(hosts)), targets.chunk(len(hosts)), strict=True):
-            optimizer.zero_grad()
-            (loss_of(model(x), y) * (len(x) / len(inputs))).backward()
-            parts.append([parameter.grad for parameter in model.parameters()])
-        for parameter, *grads in zip(model.parameters(), *parts, strict=True):
-            parameter.grad = tier_sum([grad for grad in grads if grad is not None], hosts, wire)
-        optimizer.step()
-    return model
 
 
 @case(ranks=(4,), slow=(3,))

@@ -1,4 +1,4 @@
-"""Which transport `auto` takes: two tiers for several ranks on each of several hosts, if the facts agree."""
+"""Which transport `auto` takes: tiers where ranks share a host, if the facts agree."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def on(*nodes: str) -> list[tuple[str, int]]:
         ("aaab", None, [0, 0, 0, 1], "tiers"),
         ("aabb", [1, 2], [0, 1], "direct"),
         ("aabb", [2, 1, 3], [0, 1, 0], "tiers"),
-        ("aaaa", None, [0, 0, 0, 0], "direct"),
+        ("aaaa", None, [0, 0, 0, 0], "tiers"),
+        ("aaaaaaaaa", None, [0] * 9, "tiers"),
+        ("aabb", [2, 3], [0, 0], "tiers"),
         ("abcd", None, [0, 1, 2, 3], "direct"),
         ("abcdefghi", None, list(range(9)), "ring"),
         ("a", None, [0], "direct"),
@@ -59,6 +61,15 @@ def test_hosts_decide(
     ranks = job(monkeypatch, on(*nodes), members)
     assert private_groups.hosts_of(ranks) == hosts
     assert cpu.choose(ranks) == transport
+
+
+@pytest.mark.parametrize(
+    ("nodes", "transport"), [("aaa", "tiers"), ("aabb", "direct"), ("abcdefghi", "direct"), ("a", "direct")]
+)
+def test_blocks_need_one_host_or_the_direct_exchange(
+    monkeypatch: pytest.MonkeyPatch, nodes: str, transport: str
+) -> None:
+    assert cpu.choose(job(monkeypatch, on(*nodes)), whole=False) == transport
 
 
 def test_facts_that_contradict_each_other_are_told(

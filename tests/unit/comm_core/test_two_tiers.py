@@ -23,7 +23,7 @@ from comm_core import (
     open_boards,
     two_tier_transport,
 )
-from tests.support.engines import local_engines, on_ranks, ordered_sum, run_step
+from tests.support.engines import local_engines, on_ranks, run_step
 from tests.support.two_tiers import tier_engines, tier_gathered, tier_sum, tier_transports
 
 LONG = 3600.0  # seconds that no test waits
@@ -36,7 +36,9 @@ PLACES = {
     "4+2": [0, 0, 0, 0, 1, 1],
     "interleaved": [0, 1, 0, 1],
     "mixed": [1, 0, 2, 1, 1, 0],
+    "1x2": [0, 0],
     "one host": [0, 0, 0],
+    "1x4": [0, 0, 0, 0],
     "one rank a host": [0, 1, 2],
     "alone": [0],
 }
@@ -123,7 +125,7 @@ def test_the_sum_of_a_host_is_finite_in_float16_where_the_mean_is(
     assert_all_equal(reduced(PLACES["2x4"], data, wire_dtype=wire, postscale=1 / 8), data[0])
 
 
-@pytest.mark.parametrize("place", ["2x2", "3+1", "mixed", "one host"])
+@pytest.mark.parametrize("place", ["2x2", "3+1", "mixed", "1x2", "1x4"])
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])
 def test_uneven_parts_and_a_prescale(place: str, wire: torch.dtype | None) -> None:
     hosts = PLACES[place]
@@ -141,26 +143,44 @@ def test_segments_and_depth_change_no_bit(segment_bytes: int, depth: int) -> Non
     assert_all_equal(results, tier_sum(data, hosts))
 
 
-@pytest.mark.parametrize("wire", [None, torch.bfloat16])
-def test_one_rank_a_host_gives_the_bits_of_the_direct_exchange(wire: torch.dtype | None) -> None:
-    data = [values(rank, 3 * 100, torch.float32, seed=3) for rank in range(3)]
-    with local_engines(3) as engines:
-
-        def direct(rank: int) -> torch.Tensor:
-            mine = data[rank].clone()
-            engines[rank].add_bucket(mine, wire_dtype=wire, postscale=0.3, prescale=0.9)
-            engines[rank].install([("RS", 0), ("AG", 0)])
-            run_step(engines[rank], [0])
-            return mine
-
-        expected = on_ranks(3, direct)
-    results = reduced([0, 1, 2], data, wire_dtype=wire, postscale=0.3, prescale=0.9)
-    assert_all_equal(results, expected[0])
+ROUNDED = [None, torch.bfloat16, torch.float16]
 
 
-def test_one_host_gives_the_bits_of_the_direct_exchange_and_rounds_nothing() -> None:
-    data = [values(rank, 4 * 100, torch.float32, seed=4) for rank in range(4)]
-    assert_all_equal(reduced([0] * 4, data, wire_dtype=torch.bfloat16), ordered_sum(data))
+@pytest.mark.parametrize(
+    ("place", "wire"),
+    [
+        *((place, wire) for place in ("1x2", "one host", "1x4", "one rank a host") for wire in ROUNDED),
+        *((place, code) for place in ("1x2", "1x4") for code in (torch.int8, torch.float8_e4m3fn)),
+    ],
+)
+def test_one_tier_gives_the_bits_of_the_direct_exchange(place: str, wire: torch.dtype | None) -> None:
+    """In several segments, with uneven parts and, of blocks, what rounding has lost in each step."""
+    hosts, steps = PLACES[place], 3
+    size, count, by_blocks = len(hosts), 4000, wire not in ROUNDED
+    data = [values(rank, count, torch.float32, seed=3) for rank in range(size)]
+    ends = [count // 7 // 256 * 256 * rank for rank in range(1, size)] + [count]
+
+    def steps_of(engine: Engine, rank: int) -> list[torch.Tensor]:
+        mine = data[rank].clone()
+        own = ends[rank] - (ends[rank - 1] if rank else 0)
+        lost = [torch.zeros(n) for n in (count, own)] if by_blocks else []
+        options = dict(zip(("sent_residual", "sum_residual"), lost, strict=False))
+        engine.add_bucket(mine, wire_dtype=wire, postscale=0.3, prescale=0.9, ends=ends, **options)
+        engine.install([("RS", 0), ("AG", 0)])
+        for _ in range(steps):
+            mine.copy_(data[rank])
+            run_step(engine, [0])
+        return [mine, *lost]
+
+    with local_engines(size, segment_bytes=600) as engines:
+        expected = on_ranks(size, lambda rank: steps_of(engines[rank], rank))
+    with tier_engines(hosts, segment_bytes=600) as engines:
+        results = on_ranks(size, lambda rank: steps_of(engines[rank], rank))
+    for mine, theirs in zip(results, expected, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert torch.equal(one, other)
+    if wire is None:
+        assert_all_equal([result[0] for result in results], tier_sum(data, hosts, None, 0.9, 0.3))
 
 
 def test_who_owns_a_shard_changes_no_bit() -> None:
@@ -226,7 +246,7 @@ def test_several_buckets_flags_and_whole_reductions_in_one_plan() -> None:
         assert_all_equal([result[b] for result in results], tier_sum(each, hosts))
 
 
-@pytest.mark.parametrize("place", ["2x2", "3+1", "mixed"])
+@pytest.mark.parametrize("place", ["1x2", "1x4", "2x2", "3+1", "mixed"])
 def test_ranks_that_are_late_in_any_order_change_nothing(place: str) -> None:
     """Ranks mark buckets at random times and in random order: no slot is read early or overwritten."""
     hosts = PLACES[place]
@@ -577,6 +597,23 @@ def test_closing_gives_the_memory_back() -> None:
     assert mapped_boards() == before
 
 
+@pytest.mark.parametrize(("size", "board"), [(2, 2 << 20), (16, 16 << 20), (20, 16 << 20)])
+def test_a_board_of_many_ranks_has_shorter_segments(
+    monkeypatch: pytest.MonkeyPatch, size: int, board: int
+) -> None:
+    """It would grow with the ranks, and with it what the ranks of a host take together with their square."""
+    sizes = list[int]()
+
+    def refuse(_: object, rank: int, hosts: Sequence[int], bytes_: int, timeout: float) -> object:
+        sizes.append(bytes_)
+        raise NotShared("enough", kind="usage", rank=rank)
+
+    monkeypatch.setattr(boards, "open_boards", refuse)
+    with pytest.raises(NotShared):
+        two_tier_transport(local_channels(1)[0], 0, [0] * size)
+    assert 0.99 * board < sizes[0] <= board + 4096
+
+
 def refused_by(monkeypatch: pytest.MonkeyPatch, name: str, replacement: object, hosts: Sequence[int]) -> str:
     monkeypatch.setattr(boards.os, name, replacement)
     channels = local_channels(len(hosts))
@@ -639,7 +676,7 @@ def prepared(transport: TwoTierTransport, rank: int, size: int, timeout: float =
     return engine
 
 
-@pytest.mark.parametrize("place", ["one host", "2x2", "3+1", "one rank a host"])
+@pytest.mark.parametrize("place", ["1x2", "one host", "2x2", "3+1", "one rank a host"])
 @pytest.mark.parametrize("way", ["abort", "close"])
 def test_the_others_hear_which_rank_ended_and_why(place: str, way: str) -> None:
     hosts = PLACES[place]
@@ -663,7 +700,7 @@ def test_the_others_hear_which_rank_ended_and_why(place: str, way: str) -> None:
         assert ("its disk is full" if way == "abort" else f"rank {leaver}") in str(error)
 
 
-@pytest.mark.parametrize("place", ["one host", "2x2", "interleaved"])
+@pytest.mark.parametrize("place", ["1x2", "one host", "2x2", "interleaved"])
 def test_an_abort_ends_waits_for_boards_and_for_messages(place: str) -> None:
     hosts = PLACES[place]
     transports = tier_transports(hosts)
@@ -681,11 +718,13 @@ def test_an_abort_ends_waits_for_boards_and_for_messages(place: str) -> None:
 @pytest.mark.parametrize(
     ("operation", "place"),
     [
+        ("AG", "1x2"),
         ("AG", "3+1"),
         ("RS by rows", "2x2"),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
+                ("RS", "1x2"),
                 ("RS", "one host"),
                 ("RS", "2x2"),
                 ("RS", "3+1"),

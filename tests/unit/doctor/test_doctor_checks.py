@@ -120,6 +120,23 @@ CASES: list[tuple[Check, dict[str, Any], str, str, str]] = [
     ),
     (
         doctor.ranks,
+        {"environ": FOUR, "ranks": Ran(0, 'joined direct ["a", "a", "a", "a"]')},
+        NOTE,
+        "host a [0 1 2 3]; transport direct",
+        "they share no memory, and use the loopback",
+    ),
+    (
+        doctor.ranks,
+        {
+            "environ": {**FOUR, "COMMSCHED_TRANSPORT": "direct"},
+            "ranks": Ran(0, 'joined direct ["a", "a", "a", "a"]'),
+        },
+        OK,
+        "host a [0 1 2 3]; transport direct",
+        "",
+    ),
+    (
+        doctor.ranks,
         {"environ": FOUR, "ranks": Ran(1, "CommError: missing: [3]")},
         PROBLEM,
         "rank 2 of 4 (torchrun) cannot join the others: CommError: missing: [3]",
