@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import hmac
 import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import suppress
 from itertools import combinations
 from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch.distributed import DistError, Store
 
@@ -25,6 +28,8 @@ HOST_TIMEOUT = 25.0
 _PROBES = 4  # unanswered ones after which a host is lost
 _LONGEST = 32767  # seconds between two, of Linux
 _NO_CONNECTION = -1, -1, ""
+_EXIT_SECONDS = 5.0  # for threads that ask a store
+_asking: WeakKeyDictionary[Thread, Future[Any]] = WeakKeyDictionary()
 
 
 class Host:
@@ -191,20 +196,42 @@ def ask_store(waiting: Waiting, call: Callable[..., Any], *arguments: Any) -> An
     Torch's own reads of a connection have no time limit: without this thread a rank would wait for ever for a
     store whose process is stopped, or whose host is cut off.
     """
-    answer: Future[Any] = Future()
     asking = Waiting(waiting.rank, waiting.seconds, waiting.lost)
-
-    def run() -> None:
-        try:
-            answer.set_result(call(*arguments))
-        except BaseException as error:
-            answer.set_exception(error)
-
-    Thread(target=run, name="commsched-store", daemon=True).start()
+    answer = in_store_thread(lambda _: call(*arguments))
     late = "the ranks' store, in the process of rank 0 or of its launcher, did not answer"
     while not wait([answer], asking.next(0, late)).done:
         pass
     return answer.result()
+
+
+def in_store_thread(ask: Callable[[Future[Any]], Any]) -> Future[Any]:
+    """Return what `ask` returns or raises in a thread; it is given the future, which may be cancelled."""
+    answer: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            found = ask(answer)
+        except BaseException as error:
+            with suppress(InvalidStateError):  # nobody waits any more
+                answer.set_exception(error)
+        else:
+            with suppress(InvalidStateError):
+                answer.set_result(found)
+
+    thread = Thread(target=run, name="commsched-store", daemon=True)
+    _asking[thread] = answer
+    thread.start()
+    return answer
+
+
+@atexit.register
+def _end_store_threads() -> None:
+    """Wait for them: a thread that comes back from C++ after the end of Python aborts the process."""
+    threads, end = list(_asking.items()), time.monotonic() + _EXIT_SECONDS
+    for _, answer in threads:
+        answer.cancel()
+    for thread, _ in threads:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def _own_address(store: Any) -> str:

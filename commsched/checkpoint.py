@@ -676,19 +676,17 @@ def _put(values: dict[str, Any], state: Mapping[str, Any], generation: Path, ran
     with _noted(failures, generation):
         rebuilt = {name: _rebuilt(nested, values) for name, nested in structure.items()}
         for name, target in state.items():
-            if refusal := _refusal(target, rebuilt[name]) if name in rebuilt else "":
+            if _is_own(target) and ranks != size():
+                refusal = (
+                    f"each of {ranks} ranks has a state there, and this job has {size()}; start {ranks} ranks"
+                )
+            elif (f"{own}.{name}" not in values) if _is_own(target) else (name not in structure):
+                refusal = f"only {', '.join(map(repr, structure)) or 'nothing'} is there"
+            else:
+                refusal = "" if _is_own(target) else _refusal(target, rebuilt[name])
+            if refusal:
                 failures.append(f"rank {rank()} cannot load {name!r} of {generation}: {refusal}")
     _agreed(failures, None, "commsched.load.structure", "; nothing is loaded")
-    for name, target in state.items():
-        if _is_own(target) and ranks != size():
-            raise ValueError(
-                f"{generation} has a state of {name!r} for each of {ranks} ranks, and this job has {size()};"
-                f" start {ranks} ranks"
-            )
-        if (f"{own}.{name}" not in values) if _is_own(target) else (name not in structure):
-            raise ValueError(
-                f"{generation} has no {name!r}, but {', '.join(map(repr, structure)) or 'nothing'}"
-            )
     for name, target in state.items():
         if _is_own(target):
             target.resume(values[f"{own}.{name}"])

@@ -298,6 +298,7 @@ def congestion_advice(refused: str) -> str:
 PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 MIN_BURST = 256 * 1024  # bytes; several of the 64 KiB segments the kernel hands to a device at once
 BURST_SECONDS = 1e-3
+PACKET = 2048  # bytes; tbf loses what is larger than a burst
 QUEUE = "100ms"
 
 
@@ -345,7 +346,9 @@ class Link:
             commands.append(["tc", "qdisc", "add", "dev", device, *delayed])
             parent = ["parent", "1:"]
         if self.rate is not None:
-            burst = max(MIN_BURST, round(self.rate / 8 * BURST_SECONDS))
+            # A slow link's, of a second: more would hold all that small programs send.
+            least = max(PACKET, min(MIN_BURST, self.rate // 8))
+            burst = max(least, round(self.rate / 8 * BURST_SECONDS))
             shaper = ["tbf", "rate", f"{self.rate}bit", "burst", str(burst), "latency", QUEUE]
             commands.append(["tc", "qdisc", "add", "dev", device, *parent, *shaper])
         return commands

@@ -75,6 +75,7 @@ RULES = {
     "lr": r"settings must be the same .*\blr\b",
     "model": r"same optimizers|same objects|disagree about the (shape|data type)|parameters",
 }
+UNHARMED = ("slow", "garbage", "disk")  # no rank may be lost
 MODELS = ("wider", "deeper", "float32")  # other ones
 PER_JOB = 12
 SLOW = "64kbit"
@@ -152,11 +153,12 @@ def draw(seed: int, count: int, kinds: Sequence[str]) -> list[Fault]:
 
 @dataclass
 class Outcome:
-    """What became of a fault. ``at``: when it came, on the clock of the notes."""
+    """What became of a fault. ``at``: when it came, on the clock of the notes, as all times are."""
 
     fault: Fault
     job: int
     at: float = 0.0
+    over: float = float("inf")  # when all trained again
     target: str = ""
     size: int = 0  # of the ranks that trained again first
     seen: float | None = None
@@ -279,6 +281,7 @@ class Job:
     def _environment(self) -> dict[str, str]:
         programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         own = {"TIMEOUT": "30", "START_TIMEOUT": "60", "HOST_TIMEOUT": "5", "COMPARE_EVERY": "20"}
+        own["WAIT_FOR_PLAN"] = ""  # else ranks without a plan wait for rank 0's search, before each epoch
         names = {f"COMMSCHED_{name}": value for name, value in own.items()}
         return {**environment(), "PATH": programs, **{n: os.environ.get(n, v) for n, v in names.items()}}
 
@@ -341,8 +344,10 @@ class Job:
     def stacks(self) -> str:
         """Return the stacks of the ranks that still run, and the last lines of horovodrun."""
         for note in self.notes["hello"]:
-            with suppress(ProcessLookupError):
-                os.kill(note["pid"], signal.SIGUSR1)
+            with suppress(psutil.Error):
+                process = psutil.Process(note["pid"])
+                if self._owns(process):  # it may have ended, and another program have its number
+                    process.send_signal(signal.SIGUSR1)
         time.sleep(1)
         files = [*sorted(self.folder.glob("*.stacks")), self.folder / "output"]
         texts = {path.name: path.read_text(errors="replace")[-4000:] for path in files}
@@ -353,6 +358,10 @@ class Job:
 
     def began(self, epoch: str) -> float:
         return min(note["at"] for note in self.begins[epoch].values())
+
+    def has_begun(self, since: float) -> bool:
+        """Return whether a new epoch has begun after a moment."""
+        return any(self.began(epoch) > since for epoch in self.begins)
 
     def step(self, since: float, *, new: bool = True, size: int = 0) -> Step | None:
         """Return the first step after a moment; `new`: of an epoch that began after it."""
@@ -382,6 +391,10 @@ class Job:
         """Return the longest time without a step between two moments."""
         at = sorted(step.at for step in self.steps if since < step.at < until)
         return max(after - before for before, after in zip([since, *at], [*at, until], strict=True))
+
+    def pace(self, since: float, until: float) -> float:
+        """Return the steps a second between two moments."""
+        return sum(since < step.at < until for step in self.steps) / (until - since)
 
     # -- the end -----------------------------------------------------------------------------------------
 
@@ -428,7 +441,7 @@ def suffered(cluster: Cluster, waiting: deque[Fault], options: argparse.Namespac
                 if not outcomes[-1].ended:
                     job.finish()
             except Trouble as trouble:
-                if not job.steps:
+                if not job.steps and number == 1:
                     raise ClusterError(f"no step of the training was made: {trouble}") from None
                 outcomes[-1].hung = trouble.hung
                 outcomes[-1].problems.append(str(trouble))
@@ -454,10 +467,12 @@ def inflict(job: Job, outcome: Outcome) -> None:
     """Let all ranks train, make the fault, wait until all train again or the job has ended as it must."""
     job.wait(job.is_whole, "step of all ranks")
     time.sleep(outcome.fault.pause)
+    job.wait(job.is_whole, "step of all ranks")  # an epoch that has begun meanwhile has other numbers
     members = list(job.members(job.steps[-1].epoch).values())
     kind = outcome.fault.kind
-    how = {"back": leave_and_return, "slow": disturb, "garbage": disturb, "disk": disturb}
+    how = {"back": leave_and_return, **dict.fromkeys(UNHARMED, disturb)}
     how.get(kind, differ if kind in RULES else lose)(job, outcome, members)
+    outcome.over = time.monotonic()
 
 
 def pick(members: Sequence[Member], fraction: float) -> Member:
@@ -482,9 +497,8 @@ def lose(job: Job, outcome: Outcome, members: list[Member]) -> None:
     outcome.target = told(victims)
     strangers = strange(cluster, "flood", fault) if kind == "flood" else []
     with ExitStack() as back:
-        for stranger in strangers:
-            back.callback(stranger.wait, 60)
-        time.sleep(0.5 if strangers else 0)
+        back.callback(leave, strangers, outcome)
+        time.sleep(0.5 if strangers else 0)  # they make a connection to each port every few milliseconds
         outcome.at = moment = time.monotonic()
         if kind == "link":
             cluster.cut(first.host)
@@ -501,17 +515,32 @@ def lose(job: Job, outcome: Outcome, members: list[Member]) -> None:
             back.close()
         if kind == "recovery":
             job.wait(lambda: any(job.errors(moment, [one]) for one in rest), "error on another rank")
-            time.sleep(fault.delay)
+            end = time.monotonic() + fault.delay
+            job.wait(lambda: time.monotonic() > end or job.has_begun(moment), "new epoch")
+            outcome.target += " (had met)" if job.has_begun(moment) else ""
         if kind in ("two", "recovery"):
             with suppress(ProcessLookupError):
                 os.kill(second.pid, signal.SIGKILL)
             moment = time.monotonic()
         step = job.wait(lambda: job.step(moment), f"step of {told(left)}")
         outcome.again, outcome.size = step.at - outcome.at, step.size
+    check_members(job, outcome, step, left, [member for member in members if member not in left])
     returned = time.monotonic() if kind in ("link", "oneway") else outcome.at
     first_errors(outcome, job.errors(outcome.at, left) or (), victims)
     step = job.wait(lambda: job.step(moment, size=job.size), "step of all ranks, with the lost one's host")
+    check_members(job, outcome, step, left)
     outcome.whole = step.at - returned
+
+
+def check_members(
+    job: Job, outcome: Outcome, step: Step, stay: Sequence[Member], gone: Sequence[Member] = ()
+) -> None:
+    """Note which processes are not in the epoch of a step, though the fault is none of theirs; or are."""
+    pids = {note["pid"] for note in job.begins[step.epoch].values()}
+    if lost := [member for member in stay if member.pid not in pids]:
+        outcome.problems.append(f"the process that was {told(lost)} is lost without need")
+    if there := [member for member in gone if member.pid in pids]:
+        outcome.problems.append(f"the fault has not come: the process that was {told(there)} trains on")
 
 
 def leave_and_return(job: Job, outcome: Outcome, members: list[Member]) -> None:
@@ -522,6 +551,7 @@ def leave_and_return(job: Job, outcome: Outcome, members: list[Member]) -> None:
     left = [member for member in members if member.host != victim.host]
     step = job.wait(lambda: job.step(outcome.at), f"step of {told(left)}")
     outcome.again, outcome.size = step.at - outcome.at, step.size
+    check_members(job, outcome, step, left, [member for member in members if member not in left])
     if notes := job.errors(outcome.at, left):
         outcome.seen = max(note["at"] for note in notes) - outcome.at
     time.sleep(outcome.fault.delay)
@@ -530,6 +560,7 @@ def leave_and_return(job: Job, outcome: Outcome, members: list[Member]) -> None:
     step = job.wait(
         lambda: job.step(returned, size=job.size), "step of all ranks, with the host that came back"
     )
+    check_members(job, outcome, step, left)
     outcome.whole = step.at - returned
 
 
@@ -537,6 +568,7 @@ def disturb(job: Job, outcome: Outcome, members: list[Member]) -> None:
     """Make a fault for which no rank may be lost."""
     fault, cluster = outcome.fault, job.cluster
     victim = pick(members, fault.victim)
+    time.sleep(2 if fault.kind == "slow" else 0)  # steps to compare with
     outcome.at = time.monotonic()
     if fault.kind == "slow":
         outcome.target = told([victim])
@@ -544,8 +576,7 @@ def disturb(job: Job, outcome: Outcome, members: list[Member]) -> None:
         time.sleep(5)
         cluster.set_link("unlimited")
     elif fault.kind == "garbage":
-        for stranger in strange(cluster, "garbage", fault):
-            stranger.wait(60)
+        leave(strange(cluster, "garbage", fault), outcome)
     else:
         outcome.target = told([victim])
         file = job.folder / "disk" / "filler"
@@ -554,17 +585,16 @@ def disturb(job: Job, outcome: Outcome, members: list[Member]) -> None:
         first_errors(outcome, notes, [victim])
         if wrong := [note["text"] for note in notes if "No space left" not in note["text"]]:
             outcome.problems.append(f"the error does not tell that the disk is full: {wrong[0]}")
-        if not outcome.named:
-            outcome.problems.append(f"the error does not name {outcome.target}: {notes[0]['text']}")
         cluster.inside(victim.host, ["rm", str(file)])
         freed = time.monotonic()
         job.wait(lambda: job.errors(freed, members, "saved"), "checkpoint of all ranks, once there is space")
     over = time.monotonic()
     step = job.wait(lambda: job.step(over, new=False), "step of all ranks")
     outcome.again, outcome.size = job.longest_gap(outcome.at, step.at), step.size
-    for note in job.notes["error"]:
-        if note["at"] > outcome.at:
-            outcome.problems.append(f"no rank was lost, and rank {note['rank']} raised {note['text']}")
+    check_members(job, outcome, step, members)
+    before, during = (job.pace(*times) for times in ((outcome.at - 2, outcome.at), (outcome.at, over)))
+    if fault.kind == "slow" and during > before / 2:
+        outcome.problems.append(f"the fault has not come: {before:.1f} steps a second, {during:.1f} with it")
 
 
 def differ(job: Job, outcome: Outcome, members: list[Member]) -> None:
@@ -579,6 +609,7 @@ def differ(job: Job, outcome: Outcome, members: list[Member]) -> None:
         notes: Sequence[Note] = job.wait(lambda: job.errors(outcome.at, members), "error on every rank")
         step = job.wait(lambda: job.step(outcome.at), "step of all ranks")
         outcome.again, outcome.size = step.at - outcome.at, step.size
+        check_members(job, outcome, step, members)
     else:
         job.wait(lambda: job.process.poll() is not None, "end of the job, which must not train on")
         outcome.ended = True
@@ -586,7 +617,7 @@ def differ(job: Job, outcome: Outcome, members: list[Member]) -> None:
         if kind == "model":  # the new process has another number
             ranks = {note["place"]: note["rank"] for note in notes}
             victim = victim._replace(rank=ranks.get(victim.place, -1))
-    first_errors(outcome, job.errors(outcome.at, members) or notes, [victim])
+    first_errors(outcome, job.errors(outcome.at, members) or notes, [victim], must=False)
     if len(notes) < job.size:
         outcome.problems.append(f"{len(notes)} of {job.size} ranks raised an error")
     for note in notes:
@@ -598,11 +629,15 @@ def differ(job: Job, outcome: Outcome, members: list[Member]) -> None:
             outcome.problems.append(f"rank {note['rank']} must {wanted}, but said {text}")
 
 
-def first_errors(outcome: Outcome, notes: Sequence[Note], victims: Sequence[Member]) -> None:
-    """Note when the last process has raised, and whether all of them name a rank at fault."""
-    if notes:
-        outcome.seen = max(note["at"] for note in notes) - outcome.at
-        outcome.named = all(names(note["text"], victims) for note in notes)
+def first_errors(
+    outcome: Outcome, notes: Sequence[Note], victims: Sequence[Member], must: bool = True
+) -> None:
+    """Note when the last process has raised, and whether all of them name a rank at fault, as they must."""
+    outcome.seen = max((note["at"] for note in notes), default=outcome.at) - outcome.at
+    outcome.named = bool(notes) and all(names(note["text"], victims) for note in notes)
+    if must and not outcome.named:
+        text = f"every rank left must raise an error that names {outcome.target}, but there is"
+        outcome.problems.append(f"{text} {[note['text'] for note in notes]}")
 
 
 def names(text: str, ranks: Sequence[Member]) -> bool:
@@ -612,14 +647,28 @@ def names(text: str, ranks: Sequence[Member]) -> bool:
 
 
 def strange(cluster: Cluster, mode: str, fault: Fault) -> list[subprocess.Popen[Any]]:
-    """Start on every host a program that is no part of the job, and knows no secret of it."""
+    """Start on every host a program that is no part of the job, and knows no secret of it; wait for the first
+    connection of each.
+    """
     command = [sys.executable, "-c", STRANGER, mode, str(fault.victim)]
-    return [cluster.run(host, command, stdin=subprocess.DEVNULL) for host in range(len(cluster))]
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+    started = [cluster.run(host, command, **streams) for host in range(len(cluster))]
+    for stranger in started:
+        assert stranger.stdout
+        stranger.stdout.readline()
+    return started
+
+
+def leave(strangers: Sequence[subprocess.Popen[Any]], outcome: Outcome) -> None:
+    for stranger in strangers:
+        stranger.communicate(timeout=60)
+        if stranger.returncode:
+            outcome.problems.append("the fault has not come: a stranger has reached no port of its host")
 
 
 STRANGER = r"""
 import random, socket, struct, sys, time
-mode, drawn, end, held = sys.argv[1], random.Random(sys.argv[2]), time.monotonic() + 4, {}
+mode, drawn, end, held, begun = sys.argv[1], random.Random(sys.argv[2]), time.monotonic() + 4, {}, False
 
 def listening():
     for name in ("tcp", "tcp6"):
@@ -649,9 +698,11 @@ while time.monotonic() < end:
                         one.recv(100)
                     elif drawn.random() < 0.5:  # a reset
                         one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            begun = begun or print("begun", flush=True) is None
         except OSError:
             pass
     time.sleep(0.001 if mode == "flood" else 0.02)
+sys.exit(not begun)
 """
 
 
@@ -696,10 +747,19 @@ def judge(job: Job, outcomes: Sequence[Outcome]) -> None:
         for note in uses.values():
             used[note["data"]].update(note["indices"])
             last_use[note["data"]] = at
-    for data, counts in used.items():
-        guilty = blamed(last_use[data])
+    for note in job.notes["error"]:
+        guilty = blamed(note["at"])
+        may = guilty.fault.kind not in UNHARMED and guilty.at <= note["at"] < guilty.over
+        if not may and note["kind"] != "HostsUpdatedInterrupt":  # which costs no rank
+            guilty.problems.append(f"no rank was lost, and rank {note['rank']} raised {note['text']}")
+    ends = job.notes["end"]  # at the end of an epoch of the data
+    if any((note["runs"], note["digest"]) != (ends[0]["runs"], ends[0]["digest"]) for note in ends):
+        outcomes[-1].problems.append("the ranks end with other steps, or other parameters")
+    noted |= {note["step"] - 1: note["values"] for note in ends}
+    for data in range(max(used, default=-1) + 1):
+        guilty, counts = blamed(last_use.get(data, 0.0)), used[data]
         guilty.doubled += counts.total() - len(counts)
-        if data != max(used):
+        if data != max(used) or ends:
             guilty.lost += training.samples - len(counts)
     if difference := replayed(training, batches, noted):
         step, text = difference

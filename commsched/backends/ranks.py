@@ -16,15 +16,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager, suppress
-from threading import Thread
+from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch.distributed import PrefixStore, Store
 
-from comm_core import Waiting, ask_store
+from comm_core import Waiting, ask_store, in_store_thread
 from commsched.collectives.carrier import carrier
 from commsched.collectives.job import ProcessSet, registered_id
 from commsched.collectives.operations import (
@@ -148,20 +147,7 @@ class Ranks:
         """
         number, self._meetings = self._meetings, self._meetings + 1
         arguments = self._store("meetings"), number, self.rank, self.size, has_joined, seconds
-        all_here: Future[bool] = Future()
-
-        def run() -> None:
-            try:
-                some_joined = _met(all_here, *arguments)
-            except BaseException as error:
-                with suppress(InvalidStateError):  # nobody waits any more
-                    all_here.set_exception(error)
-            else:
-                with suppress(InvalidStateError):
-                    all_here.set_result(some_joined)
-
-        Thread(target=run, name="commsched-store", daemon=True).start()
-        return all_here
+        return in_store_thread(lambda asked: _met(asked, *arguments))
 
     @contextmanager
     def together(self, some_joined: bool) -> Iterator[None]:

@@ -51,10 +51,18 @@ class State:
         self._host_messages = queue.Queue()
 
     def commit(self) -> None:
-        """Save the state, then call ``check_host_updates()``. Every rank must call, after the same step."""
+        """Call ``check_host_updates()``, and save the state. Every rank must call, after the same step."""
+        interrupt = None
+        try:
+            # First: it ends once all ranks have come. A rank that has left out a step waits in vain, and must
+            # not keep its state: rank 0's would be given to all, without the update of that step.
+            self.check_host_updates()
+        except HostsUpdatedInterrupt as changed:
+            interrupt = changed
         self.save()
         self._commits += 1
-        self.check_host_updates()
+        if interrupt is not None:
+            raise interrupt
 
     def check_host_updates(self) -> None:
         """Raise ``HostsUpdatedInterrupt`` on all ranks if hosts have changed. Collective."""

@@ -13,7 +13,7 @@ there whatever ends the process:
     saved      a checkpoint has begun, and the one before is written; or `unsaved`, with the error
     error      an exception leaves the function; elastic.run decides what follows
     failed     elastic.run has raised
-    end        the training is over
+    end        the training is over, after an epoch of the data
 
 The state holds `runs`: which steps of which epochs made it what it is. It is committed, restored and
 synchronised with the parameters, so it tells which of the noted batches they come from, by construction.
@@ -166,7 +166,8 @@ class Rank:
         state: Any = hvd.elastic.TorchState(self.model, self.optimizer, **objects)
         try:
             hvd.elastic.run(self._function)(state)
-            self.note("end", step=state.step, runs=state.runs, digest=digest(self.model))
+            facts = {"digest": digest(self.model), "values": values(self.model)}
+            self.note("end", step=state.step, runs=state.runs, **facts)
         except BaseException as error:
             self.note("failed", text=f"{type(error).__name__}: {error}")
             raise

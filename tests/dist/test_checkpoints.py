@@ -22,6 +22,6 @@ def said(ranks: int, what: str, folder: Path) -> list[str]:
 
 def test_training_goes_on_at_any_number_of_ranks(tmp_path: Path) -> None:
     whole = said(2, "first", tmp_path)
-    assert len(whole) == 13 and all(line.endswith(" is right") for line in whole[2:])
+    assert len(whole) == 14 and all(line.endswith(" is right") for line in whole[2:])
     for ranks in (3, 1):
         assert said(ranks, "again", tmp_path) == whole[:2], f"another result on {ranks} ranks"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.launch import start_ranks
+from tests.support.launch import run_ranks, start_ranks
 from tests.support.needs import needs_horovod
 
 PROGRAM = Path(__file__).with_name("programs") / "elastic_training.py"
@@ -102,3 +102,37 @@ def test_a_rank_that_dies_before_the_others_have_met_it(tmp_path: Path) -> None:
     size, *waited = results[0].stdout.split() or [""]
     assert size == "1" and len(waited) == 1, shown
     assert 12 <= float(waited[0]) < 90, shown
+
+
+def leaves_out_a_step() -> None:
+    import torch
+
+    import commsched as hvd
+
+    hvd.init()
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+
+    @hvd.elastic.run
+    def train(state):
+        while state.step < 5:
+            if hvd.rank() != 0 or state.step != 3:
+                optimizer.zero_grad()
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+                hvd.allreduce(torch.ones(1), name="loss")
+            state.step += 1
+            state.commit()
+
+    try:
+        train(state)
+    except hvd.CommError:
+        print(state.step, flush=True)
+
+
+@pytest.mark.dist
+def test_a_rank_0_that_leaves_out_a_step_does_not_keep_its_state() -> None:
+    """It had committed, and gave the state without that step's update to the others."""
+    ranks = run_ranks(leaves_out_a_step, 2, env={"COMMSCHED_TIMEOUT": "20"})
+    assert [rank.stdout.split() for rank in ranks] == [["3"], ["3"]], [rank.stderr for rank in ranks]

@@ -141,7 +141,11 @@ def first(folder: Path) -> None:
         shards_are_refused,
     )
     hosts = (folders_of_their_own, a_lost_host)
-    unreadable = (a_folder_that_rank_1_cannot_read, an_own_state_that_rank_1_cannot_read)
+    unreadable = (
+        a_folder_that_rank_1_cannot_read,
+        an_own_state_that_rank_1_cannot_read,
+        a_name_that_rank_1_alone_asks_for,
+    )
     for check in (*checks, a_rank_that_fails, a_damaged_part, *hosts, *unreadable):
         check(folder / check.__name__)
         print(check.__name__, "is right")
@@ -155,7 +159,8 @@ def again(folder: Path) -> None:
         train(model, optimizer, range(4, 8))
         print(gather, hashed(model, optimizer))
         optimizer.close()
-        with pytest.raises(ValueError, match=f"for each of 2 ranks, and this job has {commsched.size()}"):
+        said = f"'own' of .*: each of 2 ranks has a state there, and this job has {commsched.size()};"
+        with pytest.raises(CheckpointError, match=said):
             commsched.load({"own": Own(None)}, folder / gather)
 
 
@@ -265,6 +270,17 @@ def an_own_state_that_rank_1_cannot_read(folder: Path) -> None:
         commsched.save({"own": Own(Unknown() if commsched.rank() == 1 else 0)}, folder).wait()
     with pytest.raises(CheckpointError, match=r"^rank 1 cannot load rank-1.own of .*__1_0.distcp: Unpickling"):
         commsched.load({"own": Own(None)}, folder)
+
+
+def a_name_that_rank_1_alone_asks_for(folder: Path) -> None:
+    """Rank 1 raised alone, and rank 0 had loaded, and trained on without it."""
+    commsched.save({"saved": Tensors(1)}, folder).wait()
+    found = Tensors(0)
+    state = {"saved": found} if commsched.rank() == 0 else {"saved": found, "other": Tensors(0)}
+    said = "^rank 1 cannot load 'other' of .*: only 'saved' is there; nothing is loaded"
+    with pytest.raises(CheckpointError, match=said):
+        commsched.load(state, folder)
+    assert found.values() == {0.0}
 
 
 class Unknown:

@@ -353,3 +353,42 @@ def test_closing_after_another_process_was_killed_gives_everything_back(waits: b
     engine.close(REASON)
     assert not left_over(before)
     assert str(failure(engine.wait_all)).startswith(REASON)
+
+
+LATE = """
+import sys, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from comm_core import EngineError, Waiting, ask_store, in_store_thread
+
+class Slow:
+    def __del__(self):  # keeps the interpreter in its end, while the answer comes
+        time.sleep(2)
+
+sys.modules["slow"] = Slow()
+store = TCPStore("127.0.0.1", int(sys.argv[1]), None, False, timedelta(seconds=60), wait_for_workers=False)
+def poll(asked):
+    while not asked.cancelled():
+        store.check(["answer"])
+
+if sys.argv[2] == "polls":
+    in_store_thread(poll)
+try:
+    ask_store(Waiting(1, 0.2), store.get, "answer")
+except EngineError:
+    print("late", flush=True)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("act", ["waits", "polls"])
+def test_a_store_that_answers_while_the_process_ends(act: str) -> None:
+    """A failed rank ended with "terminate called without an active exception", and not with its error."""
+    store = TCPStore(HOST, 0, None, True, wait_for_workers=False)
+    command, pipe = [sys.executable, "-c", LATE, str(store.port), act], subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as late:
+        assert late.stdout is not None and late.stdout.readline() == "late\n"
+        time.sleep(0.5)
+        store.set("answer", "")
+        shown = late.communicate(timeout=SOON)[1]
+    assert late.returncode == 3, shown

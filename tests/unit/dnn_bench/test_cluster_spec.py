@@ -32,6 +32,8 @@ def test_shaper_commands() -> None:
     assert " ".join(slow) == "tc qdisc add dev eth0 root tbf rate 250000000bit burst 262144 latency 100ms"
     (fast,) = Link.parse("10gbit").commands("eth0")
     assert "1250000" in fast  # a millisecond's worth, or the bucket would run dry between two timers
+    (modem,) = Link.parse("64kbit").commands("eth0")
+    assert "8000" in modem  # a second's worth; small programs would not notice with 256 KB in hand
     delayed, shaped = Link.parse("1gbit", "2ms").commands("eth0")
     assert " ".join(delayed).endswith("dev eth0 root handle 1: netem delay 2ms limit 100000")
     assert " ".join(shaped[5:8]) == "parent 1: tbf"

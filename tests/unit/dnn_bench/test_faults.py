@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 
-from dnn_bench.faults import KINDS, Fault, Job, Member, Outcome, draw, judge, names, summary
+from dnn_bench.faults import KINDS, STRANGER, Fault, Job, Member, Outcome, draw, judge, lose, names, summary
 from dnn_bench.runner.elastic_worker import Training, digest, values
+from tests.support.needs import needs_root
 
 SIZE = 3
 Notes = list[dict[str, Any]]
 
 
-def trained(steps: int = 70) -> tuple[Job, Notes]:
+def trained(steps: int = 70, begin: float = 1.0) -> tuple[Job, Notes]:
     """A job and the notes of its ranks: three epochs of the data, and from step 40 another one of the job."""
     options = argparse.Namespace(seed=1, hosts=SIZE, per_host=1, patience=1)
     job = Job(None, 1, Path(), options)  # type: ignore[arg-type]
     training = Training(**job.training)
     model, (inputs, targets) = training.model(), training.data()
-    optimizer, clock, notes, left, data = training.make_optimizer(model), count(1.0), [], [], -1
+    optimizer, clock, notes, left, data = training.make_optimizer(model), count(begin), [], [], -1
     for step in range(steps):
         epoch = "a" if step < 40 else "b"
         if step in (0, 40):
@@ -43,7 +48,7 @@ def trained(steps: int = 70) -> tuple[Job, Notes]:
         optimizer.step()
         facts = {"digest": digest(model)}
         for rank in range(SIZE):
-            own = {"values": values(model)} if step % 10 == rank == 0 else {}
+            own = {"values": values(model)} if step % 10 == rank == 0 or step == 62 else {}
             notes.append(noted(clock, rank, "done", epoch, step, **facts, **own))
     return job, notes
 
@@ -55,20 +60,138 @@ def noted(clock: Any, rank: int, what: str, epoch: str, step: int, **facts: Any)
     )
 
 
-def judged(change: Callable[[Notes], object] = lambda notes: None) -> list[Outcome]:
-    """Two faults, one before the notes and one in the second epoch of the job."""
-    job, notes = trained()
+def judged(
+    change: Callable[[Notes], object] = lambda notes: None, steps: int = 70, over: float = float("inf")
+) -> list[Outcome]:
+    """Two faults, one before the notes (until `over`) and one in the second epoch of the job."""
+    job, notes = trained(steps)
     change(notes)
     for note in notes:
         job.take(note)
-    second = next(note["at"] for note in notes if note["epoch"] == "b")
+    second = next(note["at"] for note in notes if note.get("epoch") == "b")
     outcomes = [Outcome(fault, 1, at) for fault, at in zip(draw(1, 2, ["kill"]), (0.5, second))]
+    outcomes[0].over = over
     judge(job, outcomes)
     return outcomes
 
 
 def test_a_job_without_a_fault() -> None:
     assert not any(outcome.is_wrong for outcome in judged())
+
+
+def test_an_error_between_two_faults() -> None:
+    """A rank that a fault has harmed late was found by nobody: the next fault came on top."""
+
+    def fail(notes: Notes) -> None:
+        for at, kind in ((1.5, "CommError"), (9.5, "HostsUpdatedInterrupt"), (10.5, "CommError")):
+            notes.append({"what": "error", "at": at, "rank": 1, "kind": kind, "text": f"at {at}", "pid": 2})
+
+    first, second = judged(fail, over=10.0)
+    assert first.problems == ["no rank was lost, and rank 1 raised at 10.5"] and not second.is_wrong
+
+
+def ended(change: Callable[[Notes], object] = lambda notes: None) -> list[Outcome]:
+    """A job that ends in order after three epochs of the data."""
+
+    def end(notes: Notes) -> None:
+        last = one(notes, "done", 62)
+        facts = {"runs": [["a", 0, 40], ["b", 40, 63]], "digest": last["digest"], "values": last["values"]}
+        notes[:] = [note for note in notes if note["step"] < 63]
+        notes += [{**last, "what": "end", "rank": rank, "step": 63, **facts} for rank in range(SIZE)]
+        change(notes)
+
+    return judged(end, steps=64)
+
+
+def test_a_job_that_ends_in_order() -> None:
+    assert not any(outcome.is_wrong for outcome in ended())
+
+
+def test_a_sample_that_no_step_of_the_last_epoch_has_used() -> None:
+    first, second = ended(lambda notes: one(notes, "use", 61)["indices"].pop())
+    assert (first.lost, second.lost, second.doubled) == (0, 1, 0)
+    assert "after step 62 a parameter is" in second.problems[0], "the end's values are looked at, too"
+
+
+def test_an_epoch_of_the_data_that_is_left_out() -> None:
+    def skip(notes: Notes) -> None:
+        for note in notes:
+            note |= {"data": note["data"] + 1} if note.get("data", 0) > 0 else {}
+
+    first, second = ended(skip)
+    assert first.lost == Training(0).samples and not second.is_wrong
+
+
+def test_ranks_that_end_with_other_steps_or_parameters() -> None:
+    for change in ({"runs": [["a", 0, 63]]}, {"digest": "0"}):
+        first, second = ended(lambda notes, change=change: notes[-1].update(change))  # type: ignore[misc]
+        assert (
+            second.problems == ["the ranks end with other steps, or other parameters"] and not first.is_wrong
+        )
+
+
+def inflicted(kind: str, change: Callable[[Notes, int], object]) -> Outcome:
+    """The outcome of a fault that kills a process, rank 1's, if the ranks then note this."""
+    with subprocess.Popen(["sleep", "100"]) as process:
+        try:
+            job, notes = trained(begin=time.monotonic() + 5)
+            job.process = SimpleNamespace(poll=lambda: None)  # type: ignore[assignment]
+            pids = {0: 10**7, 1: process.pid, 2: 10**7 + 2}  # more than Linux gives
+            members = [Member(rank, f"host{rank}-0", pid) for rank, pid in pids.items()]
+            for note in notes:
+                note["pid"] = {**pids, 1: 10**7 + 1}[note["rank"]]
+            error = {"what": "error", "at": notes[0]["at"], "kind": "CommError", "text": "rank 1 is lost"}
+            notes += [{**error, "rank": rank, "pid": pids[rank]} for rank in (0, 2)]
+            change(notes, process.pid)
+            for note in notes:
+                job.take(note)
+            outcome = Outcome(Fault(0, kind, 0.4, 0.0, 0.0, 0.0), 1)
+            lose(job, outcome, members)
+            return outcome
+        finally:
+            process.kill()
+
+
+def begun(notes: Notes, rank: int) -> dict[str, Any]:
+    return next(note for note in notes if note["what"] == "begin" and note["rank"] == rank)
+
+
+def test_a_rank_that_is_lost() -> None:
+    outcome = inflicted("kill", lambda notes, pid: None)
+    assert not outcome.is_wrong and outcome.named and outcome.target == "rank 1"
+
+
+def test_a_fault_that_has_not_come() -> None:
+    outcome = inflicted("kill", lambda notes, pid: begun(notes, 1).update(pid=pid))
+    assert outcome.problems == ["the fault has not come: the process that was rank 1 trains on"]
+
+
+def test_a_rank_that_is_lost_without_need() -> None:
+    outcome = inflicted("kill", lambda notes, pid: begun(notes, 2).update(pid=1))
+    assert set(outcome.problems) == {"the process that was rank 2 is lost without need"}
+
+
+def test_an_error_that_does_not_name_the_lost_rank() -> None:
+    for change in ({"text": "rank 0 is lost"}, {"what": "other"}):
+        outcome = inflicted("kill", lambda notes, pid, change=change: notes[-1].update(change))  # type: ignore[misc]
+        assert "every rank left must raise an error that names rank 1" in outcome.problems[0]
+
+
+def test_stacks_are_asked_of_the_job_alone(tmp_path: Path) -> None:
+    """A rank had ended, and another program had its number: the signal ended that."""
+    (tmp_path / "output").touch()
+    job = Job(None, 1, tmp_path, argparse.Namespace(seed=1, hosts=SIZE, per_host=1, patience=1))  # type: ignore[arg-type]
+    with subprocess.Popen(["sleep", "100"]) as other:
+        job.notes["hello"] += [{"pid": other.pid}, {"pid": 10**7}]
+        job.stacks()
+        assert other.poll() is None
+        other.kill()
+
+
+@needs_root
+def test_a_stranger_that_reaches_no_port() -> None:
+    command = ["unshare", "--net", sys.executable, "-c", STRANGER, "garbage", "1"]
+    assert subprocess.run(command, timeout=60).returncode == 1
 
 
 def one(notes: Notes, what: str, step: int, rank: int = 1) -> dict[str, Any]:

@@ -89,15 +89,35 @@ def test_a_commit_that_raises_saves_nothing(monkeypatch):
     assert same(parts(model, optimizer), before)
 
 
+def test_a_commit_to_which_the_others_do_not_come_saves_nothing(monkeypatch):
+    """A rank 0 that had left out a step kept its state, and gave it to the others: a batch was lost."""
+    model, optimizer, state = trained(step=0)
+    before = parts(model, optimizer)
+    step(model, optimizer)
+
+    def waits_in_vain(value):
+        raise hvd.CommError("rank 1 did not call broadcast_object()")
+
+    monkeypatch.setattr(state, "_bcast_object", waits_in_vain)
+    with pytest.raises(hvd.CommError):
+        state.commit()
+    assert state._commits == 0
+    state.restore()
+    assert same(parts(model, optimizer), before)
+
+
 def test_hosts_that_came_and_went():
     state = hvd.elastic.TorchState(step=0)
     state.check_host_updates()
+    state.step = 3
     for results, removed_only in (((1,), True), ((2,), False), ((1, 2), False)):
         for result in results:
             state.on_hosts_updated(state._last_updated_timestamp + 1, result)
         with pytest.raises(hvd.elastic.HostsUpdatedInterrupt) as interrupt:
             state.commit()
         assert interrupt.value.skip_sync == removed_only
+    state.restore()
+    assert state.step == 3, "what is committed is saved, though hosts have changed"
     state.on_hosts_updated(state._last_updated_timestamp, 2)  # the same message once more
     state.commit()
     state.on_hosts_updated(state._last_updated_timestamp + 1, 2)
