@@ -46,7 +46,9 @@ class Channel(Protocol):
         """Start sending and receiving; errors name the `operation`."""
 
 
-class _Complete(Pending):
+class Complete(Pending):
+    """Nothing is in flight."""
+
     def wait(self) -> None:
         return None
 
@@ -65,7 +67,7 @@ class SilentChannel:
             raise CommError(
                 f"{operation}: a silent channel cannot receive; use it with one rank or on the meta device"
             )
-        return _Complete()
+        return Complete()
 
 
 Message = tuple[int, Sequence[Tensor]]  # (peer, contiguous buffers)

@@ -19,7 +19,7 @@ BANDWIDTHS = (2, 10)
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step, and of it those in which the compute waits for communication."""
+    """Seconds of a step; ``exposed``: those of them in which the compute waits for communication."""
 
     step: float
     exposed: float
@@ -98,21 +98,14 @@ def forecast(measured: Measurement) -> Forecast:
     settings += [
         (f"{factor} times the bandwidth", measured.profile, link.widened(factor)) for factor in BANDWIDTHS
     ]
-    results = [_simulated(measured, profile, link) for _, profile, link in settings]
-    compute = measured.profile.compute
-    rows = [
-        SettingTimes(name, Times.of(ddp, compute), Times.of(ours, compute))
-        for (name, _, _), (ddp, ours) in zip(settings, results, strict=True)
-    ]
-    return Forecast(measured, tuple(rows), results[0])
-
-
-def _simulated(measured: Measurement, profile: Profile, link: Link) -> tuple[Result, Result]:
-    program = policies.plan(profile, link, "optimal", ranks=measured.ranks)
-    return (
-        simulate_ddp(profile, link, measured.ranks, measured.slowdown),
-        simulate(program, profile, link, slowdown=measured.slowdown),
-    )
+    rows, pictures, compute = [], [], measured.profile.compute
+    for setting, profile, link in settings:
+        program = policies.plan(profile, link, "optimal", ranks=measured.ranks)
+        ddp = simulate_ddp(profile, link, measured.ranks, measured.slowdown)
+        ours = simulate(program, profile, link, slowdown=measured.slowdown)
+        rows.append(SettingTimes(setting, Times.of(ddp, compute), Times.of(ours, compute)))
+        pictures.append((ddp, ours))
+    return Forecast(measured, tuple(rows), pictures[0])
 
 
 def slowdown_of(busy: Sequence[float], free_cores: bool) -> float:
@@ -160,7 +153,7 @@ td:first-child, th:first-child {{ text-align: left; padding-left: 0; white-space
 
 
 def lines(forecast: Forecast) -> Iterator[tuple[str, Times]]:
-    """Return the settings in the order of the table: now, then DDP and commsched in each setting."""
+    """Yield the table's rows: DDP as measured, then commsched in each setting, then DDP in each."""
     yield "now: DDP, measured", forecast.measured.now
     for row in forecast.rows:
         yield f"commsched, {row.setting}", row.commsched
@@ -182,21 +175,28 @@ def facts(forecast: Forecast) -> str:
 
 def text_rows(forecast: Forecast) -> list[list[str]]:
     """Return the table's cells: setting, step, exposed communication, share of the step now, bar."""
-    longest = max(times.step for _, times in lines(forecast))
-    now = forecast.measured.now.step
-    return [
-        [name, _ms(times.step), _ms(times.exposed), f"{times.step / now:.0%}", _bar(times, longest)]
-        for name, times in lines(forecast)
-    ]
+    longest, now = max(times.step for _, times in lines(forecast)), forecast.measured.now.step
+    rows = []
+    for name, times in lines(forecast):
+        whole, exposed = (round(_BAR * part / longest) for part in (times.step, times.exposed))
+        bar = ("#" * (whole - exposed) + "." * exposed).ljust(_BAR) + "|"
+        rows.append([name, _ms(times.step), _ms(times.exposed), f"{times.step / now:.0%}", bar])
+    return rows
 
 
 def page(forecast: Forecast) -> str:
     """Return the HTML page."""
-    longest, now = max(times.step for _, times in lines(forecast)), forecast.measured.now.step
-    rows = "\n".join(_html_row(name, times, now, longest) for name, times in lines(forecast))
+    longest = max(times.step for _, times in lines(forecast))
+    rows = []
+    for (_, times), (name, step, exposed, share, _) in zip(lines(forecast), text_rows(forecast), strict=True):
+        blue, red = (100 * part / longest for part in (times.step - times.exposed, times.exposed))
+        rows.append(
+            f"<tr><td>{escape(name)}<td>{step}<td class=wide>{exposed}<td class=wide>{share}<td>"
+            f'<div class="bar"><b style="width: {blue:.2f}%"></b><i style="width: {red:.2f}%"></i></div></tr>'
+        )
     title = f"commsched advise: {forecast.measured.script}"
     return _PAGE.format(
-        title=escape(title), facts=escape(facts(forecast)), rows=rows, picture=picture(forecast)
+        title=escape(title), facts=escape(facts(forecast)), rows="\n".join(rows), picture=picture(forecast)
     )
 
 
@@ -208,20 +208,6 @@ def picture(forecast: Forecast) -> str:
         for name, result in zip(names, forecast.pictures, strict=True)
     ]
     return compare_svg(panels, f"{forecast.measured.script}: one step, simulated")
-
-
-def _html_row(name: str, times: Times, now: float, longest: float) -> str:
-    compute, exposed = (100 * part / longest for part in (times.step - times.exposed, times.exposed))
-    bar = f'<div class="bar"><b style="width: {compute:.2f}%"></b><i style="width: {exposed:.2f}%"></i></div>'
-    return (
-        f"<tr><td>{escape(name)}<td>{_ms(times.step)}<td class=wide>{_ms(times.exposed)}"
-        f"<td class=wide>{times.step / now:.0%}<td>{bar}</tr>"
-    )
-
-
-def _bar(times: Times, longest: float) -> str:
-    whole, exposed = (round(_BAR * part / longest) for part in (times.step, times.exposed))
-    return ("#" * (whole - exposed) + "." * exposed).ljust(_BAR) + "|"
 
 
 def _ms(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What moves a device's buckets: NCCL in the stream, or a CPU transport through the host.
+"""Move a device's buckets: by NCCL in the stream, or by a CPU transport through the host.
 
 Both work in place on a flat bucket: after ``reduce_scatter`` this rank's shard holds the sum, ``all_gather``
 fills in the others' shards. ``PeerConnections`` notices that another rank is gone while NCCL waits for it.
@@ -6,6 +6,7 @@ fills in the others' shards. ``PeerConnections`` notices that another rank is go
 
 from __future__ import annotations
 
+import itertools
 import select
 import socket
 import threading
@@ -51,7 +52,7 @@ class NcclExchange:
 
     def __init__(self, group: Any) -> None:
         self.group = group
-        self._ending, self._ended = threading.Lock(), False
+        self._end_lock, self._ended = threading.Lock(), False
         self._rank, self._size = group.rank(), group.size()
         self._reduce = ReduceScatterOptions()
         self._gather = AllgatherOptions()
@@ -65,28 +66,28 @@ class NcclExchange:
         return bucket.narrow(0, self._rank * part, part)
 
     def reduce_scatter(self, bucket: torch.Tensor, postscale: float) -> None:
-        self._join(self.group._reduce_scatter_base(self._shard(bucket), bucket, self._reduce))
+        self._wait_in_stream(self.group._reduce_scatter_base(self._shard(bucket), bucket, self._reduce))
 
     def all_gather(self, bucket: torch.Tensor) -> None:
-        self._join(self.group._allgather_base(bucket, self._shard(bucket), self._gather))
+        self._wait_in_stream(self.group._allgather_base(bucket, self._shard(bucket), self._gather))
 
-    def _join(self, work: Any) -> None:
+    def _wait_in_stream(self, work: Any) -> None:
         if work is not None:
-            work.wait()  # the current stream waits, not the host
+            work.wait()  # the host does not wait
 
     def abort(self, reason: str) -> None:
         group = self.group  # close() may drop it meanwhile
-        if self._ends_now() and hasattr(group, "abort"):
+        if self._is_first_end() and hasattr(group, "abort"):
             group.abort()
 
     def close(self) -> None:
         group, self.group = self.group, None
-        if self._ends_now():
+        if self._is_first_end():
             group.shutdown()
 
-    def _ends_now(self) -> bool:
+    def _is_first_end(self) -> bool:
         """Return whether this is the first call: abort and close may come from two threads."""
-        with self._ending:
+        with self._end_lock:
             first, self._ended = not self._ended, True
             return first
 
@@ -97,26 +98,17 @@ class StagedExchange:
     name, scales = "staged", True
 
     def __init__(self, transport: Any) -> None:
-        self._transport = transport
-        self._count = 0
-
-    def _next(self) -> int:
-        self._count += 1
-        return self._count
+        self._transport, self._steps = transport, itertools.count(1)
 
     def reduce_scatter(self, bucket: torch.Tensor, postscale: float) -> None:
-        staged = bucket.cpu()
-        self._transport.reduce_scatter(staged, postscale=postscale, step=self._next())
-        self._copy_back(bucket, staged)
+        staged = bucket.cpu()  # the bucket itself, if that is on the CPU
+        self._transport.reduce_scatter(staged, postscale=postscale, step=next(self._steps))
+        bucket.copy_(staged)
 
     def all_gather(self, bucket: torch.Tensor) -> None:
         staged = bucket.cpu()
-        self._transport.all_gather(staged, step=self._next())
-        self._copy_back(bucket, staged)
-
-    def _copy_back(self, bucket: torch.Tensor, staged: torch.Tensor) -> None:
-        if staged is not bucket:
-            bucket.copy_(staged)
+        self._transport.all_gather(staged, step=next(self._steps))
+        bucket.copy_(staged)
 
     def abort(self, reason: str) -> None:
         if (transport := self._transport) is not None:
@@ -157,14 +149,14 @@ class PeerConnections:
         # backend, which closes them, in a thread that polls.
         self._lock = threading.RLock()
         self._poll = select.poll()
-        self._peers = {
+        self._peers = {  # by descriptor; each peer has two
             handle.fileno(): (peer, one)
             for peer, one in enumerate(connections)
             if one is not None
             for handle in (one.data, one.host.keepalive)
         }
-        for number in self._peers:
-            self._poll.register(number, select.POLLIN)
+        for descriptor in self._peers:
+            self._poll.register(descriptor, select.POLLIN)
 
     def problem(self) -> str | None:
         """Return why the exchanges of this rank cannot end, or None. Does not block."""
@@ -172,16 +164,15 @@ class PeerConnections:
             if not self._peers:
                 return None  # closed
             problem = self._other_failure()
-            for number, _ in self._poll.poll(0):
-                self._poll.unregister(number)
-                if not problem and number in self._peers:
-                    problem = self._ending(*self._peers[number])
+            for descriptor, _ in self._poll.poll(0):
+                self._poll.unregister(descriptor)
+                if not problem and descriptor in self._peers:
+                    problem = self._end_of(*self._peers[descriptor])
             return problem
 
-    def _ending(self, peer: int, connection: TcpConnection) -> str | None:
+    def _end_of(self, peer: int, connection: TcpConnection) -> str | None:
         """Return what is wrong with a connection that poll() reports; None after a farewell."""
-        lost = connection.host.lost()
-        if lost:
+        if lost := connection.host.lost():
             return f"rank {self._rank}: rank {peer} is lost: its {lost}"
         with suppress(OSError):
             if connection.data.recv(1, socket.MSG_PEEK) == _FAREWELL:

@@ -37,12 +37,8 @@ def _carrier_class(launch: Launch) -> type[Carrier]:
             "COMMSCHED_RUNTIME is horovod, and in an elastic job commsched carries the collectives itself;"
             " unset it on every rank"
         )
-    if not name and launch.elastic:
-        name = "torch"
-    if not name:
-        horovod = launch.launcher == "horovodrun" and importlib.util.find_spec("horovod") is not None
-        name = "horovod" if horovod else "torch"
-    if name == "horovod":
+    by_default = not name and launch.launcher == "horovodrun" and not launch.elastic
+    if name == "horovod" or (by_default and importlib.util.find_spec("horovod") is not None):
         from commsched.collectives.horovod_carrier import HorovodCarrier
 
         return HorovodCarrier

@@ -24,8 +24,8 @@ class Joining(Protocol):
     ranks_of_job: Sequence[int]  # those of the process set
     uses_carrier: bool  # its bytes travel as operations of the carrier
     ended: bool  # all of its ranks have joined
-    failure: CommError | None  # its connections have failed
-    joined_last: set[int]  # ranks that have joined since the last step of another one
+    failure: CommError | None  # why its connections have failed
+    joined_last: set[int]  # the ranks that have joined since another rank took the last step
 
     def poll(self) -> None:
         """Take part in what the others have begun, without waiting for their next step."""
@@ -43,9 +43,9 @@ class Joining(Protocol):
         """Give all ranks the same state, once all have joined. Collective."""
 
 
-# Weak: an optimizer that nobody uses any more must be freed. So this tells which optimizers this rank could
-# join with, and never which ones take part: all ranks agree on that in the end.
-_joiners: WeakValueDictionary[tuple[int, int], Any] = WeakValueDictionary()
+# Weak: an optimizer that nobody uses any more must be freed. So this has the optimizers with which this rank
+# could join; all ranks agree in the end which of them take part.
+_joiners: WeakValueDictionary[tuple[int, int], Any] = WeakValueDictionary()  # by epoch and number
 _numbers = itertools.count()
 
 
@@ -103,9 +103,8 @@ def _checked_joiners() -> list[Any]:
     """
     gc.collect()
     # Not items(): other threads may register joiners, and the collector may free some.
-    known = [(ref.key, joiner) for ref in _joiners.valuerefs() if (joiner := ref()) is not None]
-    known.sort(key=lambda item: item[0])
-    joiners = [joiner for (made_in, _), joiner in known if made_in == epoch()]
+    known = {ref.key: joiner for ref in _joiners.valuerefs() if (joiner := ref()) is not None}
+    joiners = [known[key] for key in sorted(known) if key[0] == epoch()]
     for joiner in joiners:
         joiner.check_can_join()
     return joiners
@@ -132,13 +131,12 @@ def _agreed(works: Sequence[Joining]) -> tuple[list[Joining], list[CommError]]:
     Returns the others, in an order that all ranks have, and errors where this rank has missed steps.
     """
     held = [set(keys) for keys in allgather_object([work.key for work in works], "commsched.join")]
-    agreed, errors = [], []
+    agreed, errors, rank = [], [], carrier().launch.rank
     for work in sorted(works, key=lambda work: work.key):
         without = [rank for rank in work.ranks_of_job if work.key not in held[rank]]
         if not without:
             agreed.append(work)
             continue
-        rank = carrier().launch.rank
         reason = (
             f"rank {without[0]} had closed, dropped or lost this optimizer before it called join(); close an"
             " optimizer on all ranks, after join()"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class TrainerMixin:
         return not self._scheduled and super()._has_mixed_mesh_grads(model)  # type: ignore[misc]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the norm to log. With whole gradients it waits for all of them, so not in every step."""
+        """Return the norm to log, None in steps that log nothing: whole gradients would be waited for."""
         whole = self._scheduled and not self.accelerator.sharded_optimizers()
         if grad_norm is None and whole and not self._logs_this_step():
             return None
@@ -81,10 +82,7 @@ class TrainerMixin:
         return LateSum.start(mine) if isinstance(mine, torch.Tensor) else mine
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self._scheduled:
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-            return
-        with self.accelerator.whole_states():
+        with self.accelerator.whole_states() if self._scheduled else nullcontext():
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
 

@@ -44,39 +44,13 @@ class Sum:
 class Gradient:
     """One parameter's gradient: where it travels, how far it is in this round, what user code holds."""
 
-    __slots__ = (
-        "_address",
-        "_home",
-        "_shown",
-        "alias",
-        "apart",
-        "buckets",
-        "clear",
-        "exposed",
-        "filled",
-        "local",
-        "name",
-        "number",
-        "param",
-        "payload",
-        "pends",
-        "seen",
-        "sum",
-        "touched",
-        "twice",
-        "unclear",
-        "view",
-    )
-
     def __init__(self, number: int, param: nn.Parameter, name: str) -> None:
         self.number, self.param, self.name = number, param, name
         self.pends = can_pend(param)  # whether the parameter can complete itself when it is read
         self.twice = False  # two have come in one backward: from then on it is taken at the end of each
 
         # By plan. Without elements there is no slot: nothing travels.
-        self.view: torch.Tensor | None = (
-            None  # the slot, in the shape of the parameter; user code never sees it
-        )
+        self.view: torch.Tensor | None = None  # the slot, shaped as the parameter; user code never sees it
         self.alias: torch.Tensor | None = None  # the same memory, with the storage of what user code sees
         self._home: Any = None  # the flat buffer, and the slot's first element in it
         self.buckets: Sequence[int] = ()
@@ -98,22 +72,21 @@ class Gradient:
 
     def place(self, buffers: Buffers | None) -> None:
         """Take new buckets into use; a dense gradient that is there keeps its values."""
-        grad = raw_grad(self.param)
-        kept = self.view if self.sum is not None and self.sum.base is None else grad
+        in_slot = self.sum if self.sum is not None and self.sum.base is None else None
+        kept = self.view if in_slot is not None else raw_grad(self.param)
         slot = buffers.layout.slots.get(self.number) if buffers is not None else None
         before, self.view, self.alias, self._home, self._shown = self.alias, None, None, None, None
         if before is not None and storage_holders(before) > 1:
             move_out(before)  # the flat buffer is given back
         if slot is None or buffers is None:
             self.buckets = ()
-            if self.sum is not None and self.sum.base is None and kept is not None:
-                self.sum.base = kept.clone()
+            if in_slot is not None and kept is not None:
+                in_slot.base = kept.clone()
             return
         self.buckets = slot.buckets
         self.view = view = buffers.view(self.param, slot)
         self._address = view.data_ptr()
-        flat = buffers.flat[slot.group]
-        self._home = (flat, slot.offset)
+        self._home = buffers.flat[slot.group], slot.offset
         self.alias = self._new_alias()
         if kept is not None and not kept.is_sparse:
             with torch.no_grad():
@@ -191,13 +164,8 @@ class Gradient:
 
     def _is_slot(self, grad: torch.Tensor) -> bool:
         view = self.view
-        return (
-            view is not None
-            and not grad.is_sparse
-            and grad.data_ptr() == self._address
-            and grad.shape == view.shape
-            and grad.grad_fn is None
-        )
+        same_shape = view is not None and grad.shape == view.shape
+        return same_shape and self.is_in_place(grad) and grad.grad_fn is None
 
     # -- between rounds --------------------------------------------------------------------------------------
 
@@ -244,13 +212,14 @@ class Gradient:
 
 # -- how a gradient is put into its slot and travels from there ----------------------------------------------
 
-# ``Payload`` is the ordinary one. It also serves embeddings that travel by rows: the engine leaves out rows
-# of zeros, whatever wrote the gradient. ``Blocks`` is for gradients that are quantised, ``Tied`` for weights
-# of an embedding and a head.
-
 
 class Payload:
-    """The gradient of one parameter in one plan."""
+    """How the gradient of one parameter travels in one plan: as it is.
+
+    Also for embeddings that travel by rows: the engine leaves out rows of zeros, whatever wrote the gradient.
+    """
+
+    sums_nothing_but_rows = True  # where all ranks' gradients are sparse, the other rows of the slot are zero
 
     def __init__(
         self, number: int = -1, view: torch.Tensor | None = None, buckets: Sequence[int] = ()
@@ -286,18 +255,11 @@ class Payload:
     def seal(self) -> None:
         """React to the end of the round's filling."""
 
-    @property
-    def sums_nothing_but_rows(self) -> bool:
-        """Whether the slot has only zeros where all ranks' gradients are sparse."""
-        return True
-
     def unused(self, values: Buffers) -> None:
         """React to a sum that nobody will read."""
 
 
-# -- in blocks -----------------------------------------------------------------------------------------------
-
-# In a state dict: what the reduced gradients of a parameter still lack.
+# The key in the optimizer's state of what a parameter's reduced gradients still lack.
 RESIDUAL = "wire_residual"
 
 OptimizerState = dict[Any, dict[str, Any]]
@@ -306,13 +268,11 @@ OptimizerState = dict[Any, dict[str, Any]]
 class Blocks(Payload):
     """A gradient quantised in blocks: the residuals of rounding are sent with the next one."""
 
+    sums_nothing_but_rows = False  # residuals of any row
+
     def __init__(self, number: int, view: torch.Tensor, buckets: Sequence[int], residuals: Residuals) -> None:
         super().__init__(number, view, buckets)
         self._residuals = residuals
-
-    @property
-    def sums_nothing_but_rows(self) -> bool:
-        return False  # but the sum of residuals
 
     def unused(self, values: Buffers) -> None:
         self._residuals.give_back((self.number,), values)
@@ -389,7 +349,7 @@ class Residuals:
         for piece in self._pieces:
             if piece.number in self._sums:
                 self._own(whole, piece).add_(self._sums[piece.number])
-        self._total(whole)
+        self._ranks.add_up(whole.flat[self._group], RESIDUAL)
         views = {p: whole.view(p, whole.layout.slots[i]) for i, p in self.params.items()}
         return {
             **state,
@@ -443,20 +403,15 @@ class Residuals:
         for piece in self._pieces:
             if piece.number in self._sums:
                 self._own(whole, piece).copy_(self._sums[piece.number])
-        return self._total(whole) if self._of_sums else whole
-
-    def _total(self, buffers: Buffers) -> Buffers:
-        self._ranks.add_up(buffers.flat[self._group], "wire_residual")
-        return buffers
+        if self._of_sums:
+            self._ranks.add_up(whole.flat[self._group], RESIDUAL)
+        return whole
 
     def _move(self, before: Buffers, now: Buffers) -> None:
         for i in self.params:
             old, new = before.layout.slots[i], now.layout.slots[i]
             values = before.flat[self._group].narrow(0, old.offset, old.numel)
             now.flat[self._group].narrow(0, new.offset, new.numel).copy_(values)
-
-
-# -- in two parts --------------------------------------------------------------------------------------------
 
 
 class Tied(Payload):

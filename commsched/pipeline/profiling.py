@@ -1,4 +1,4 @@
-"""Measures for the planner: a model layer by layer, each as a stage of its own, and what a message costs."""
+"""Measure what the planner needs: each layer of a model as a stage of its own, and the cost of a message."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_map_only
 
 from comm_core import MessageChannel
 from commsched.collectives.compression import Compression
@@ -34,14 +34,14 @@ _SHORT_SIZES = (1 << 8, 1 << 10, 1 << 12, 1 << 14, 1 << 16)
 _MESSAGES, _BURST = 12, 1 << 19
 
 
+@dataclass
 class _Times:
-    """Seconds of one layer, over the repetitions."""
+    """Seconds of one layer, one entry for each repetition."""
 
-    def __init__(self) -> None:
-        self.forward: list[float] = []
-        self.backward: list[float] = []
-        self.inputs_only: list[float] = []
-        self.output_bytes = 0
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    inputs_only: list[float] = field(default_factory=list)  # a backward without the weights' gradients
+    output_bytes: int = 0
 
 
 def profile(
@@ -56,8 +56,8 @@ def profile(
     master_weights: bool = False,
     compression: Any = Compression.none,
 ) -> Profile:
-    """Layer times, sizes of what crosses a cut behind each layer, and parameters, for a batch of the size of
-    one micro-batch; and with half its rows, which tells what a replica saves by having fewer. The model's
+    """Measure each layer's seconds, and the bytes of its output and parameters. ``batch``: one micro-batch.
+    Half of its rows are timed too: this tells how much time a replica saves that gets fewer rows. The model's
     weights stay as they are; running statistics move, as in training. ``master_weights`` and
     ``compression`` are the pipeline's: what its replicas send depends on them.
     """
@@ -85,9 +85,7 @@ def profile(
 
 @contextmanager
 def _accumulating(model: nn.Module) -> Iterator[None]:
-    """Gradients are there already, as for all micro-batches but the first: adding to large ones takes as long
-    as computing them.
-    """
+    """Give each parameter a gradient, as all micro-batches but the first find it: adding takes time, too."""
     before = [(p, p.grad) for p in model.parameters() if p.requires_grad]
     for p, _ in before:
         p.grad = torch.zeros_like(p)
@@ -99,13 +97,14 @@ def _accumulating(model: nn.Module) -> Iterator[None]:
 
 
 def _layer(name: str, sizes: tuple[int, int, int], times: _Times, fewer: _Times, part: float) -> Layer:
-    """``sizes``: bytes of the parameters, of an RS, and of the gradients; ``fewer``: the times with ``part``
-    of the rows.
+    """Return one layer of the profile.
+
+    ``sizes``: bytes of the parameters, of an RS, and of the gradients. ``fewer``: with ``part`` of the rows.
     """
     size, sent, summed = sizes
     forward, backward, inputs_only = map(_median, (times.forward, times.backward, times.inputs_only))
     weights = max(0.0, backward - inputs_only) if size else 0.0
-    fixed = 1.0  # of a single row, nothing can be saved
+    fixed = 1.0  # the share of the time that fewer rows do not save; a single row saves nothing
     if part < 1 and forward + backward > 0:
         ratio = (_median(fewer.forward) + _median(fewer.backward)) / (forward + backward)
         fixed = min(1.0, max(0.0, (ratio - part) / (1 - part)))
@@ -119,10 +118,11 @@ def _median(values: list[float]) -> float:
 
 
 def message_link(fabric: Fabric, largest: float | None = None) -> Link:
-    """Measure a message from the first rank to the second, in seconds and seconds per byte; every rank
-    calls and gets it. Both ways at once, as RS and AG use it; links that let a burst pass are measured behind
-    one: gradients come in large numbers. Short messages leave without their receiver's grant; only they are
-    measured where none is longer than ``largest`` bytes.
+    """Measure messages between the first two ranks, in seconds and seconds per byte; every rank must call.
+
+    They go both ways at once, as in RS and AG, and each follows a burst: a link may let a burst pass faster
+    than its rate, and gradients come in large numbers. Short messages leave without their receiver's grant;
+    only they are measured where none is longer than ``largest`` bytes.
     """
     if fabric.size == 1:
         raise ValueError("a link joins two ranks, this job has one; start it with a launcher on two or more")
@@ -149,10 +149,10 @@ def _exchange(lane: Lane, peer: int, size: int) -> None:
 
 
 def _once(stages: list[Any], state: tuple[Any, ...], targets: Any, loss: Loss, times: list[_Times]) -> None:
-    """One forward and backward, each layer cut off from the others."""
+    """Time one forward and backward, each layer cut off from the others."""
     runs = []
     for number, (stage, one) in enumerate(zip(stages, times, strict=True)):
-        inputs = _leaves(state)
+        inputs = tuple(tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), state))
         start = _now(stage)
         output = stage(*inputs)
         if number + 1 == len(stages):
@@ -180,25 +180,15 @@ def _timed(outputs: list[Tensor], wanted: list[Tensor], grads: list[Tensor], kee
 
 
 def _now(on: Tensor | nn.Module) -> float:
-    """The time at which all that was given to the device of a tensor or module is done."""
+    """Wait for the device of a tensor or module, and return the time."""
     first = on if isinstance(on, Tensor) else next(on.parameters(), torch.empty(0))
     if first.is_cuda:
         torch.cuda.synchronize(first.device)
     return time.perf_counter()
 
 
-def _leaves(state: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same values without their history."""
-    leaves, spec = tree_flatten(state)
-    cut = [
-        leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-        for leaf in leaves
-    ]
-    return tuple(tree_unflatten(cut, spec))
-
-
 def _update(model: nn.Module, optimizer: Factory, repeat: int, types: GradientTypes) -> float:
-    """Seconds of one optimizer step, taken on copies."""
+    """Return the seconds of one optimizer step, taken on copies."""
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     copies = {name: nn.Parameter(p.to(types.sum_type(p.dtype), copy=True)) for name, p in trained.items()}
     for copy in copies.values():
@@ -208,10 +198,10 @@ def _update(model: nn.Module, optimizer: Factory, repeat: int, types: GradientTy
         start = _now(model)
         stepper.step()
         seconds.append(_now(model) - start)
-    return statistics.median(seconds[1:])
+    return _median(seconds)
 
 
-# -- how far gradients and parameters on their way slow the computation beside them --------------------------
+# -- how much RS and AG slow the computation beside them -----------------------------------------------------
 
 # On hosts whose processors also copy, sum and send, a replica computes more slowly while its RS and AG run.
 # The planner must know by how much: on two cores, this is more than what the link itself costs.
@@ -221,66 +211,51 @@ _SIDE = 192  # of the matrices that stand for the model's computation
 
 
 def traffic_cost(fabric: Fabric, link: Link) -> float:
-    """Seconds that this rank cannot compute for each byte that it sends in RS and AG; every rank calls.
+    """Return the seconds that this rank cannot compute for each byte it sends in RS and AG. Collective.
 
     ``link``: as measured, so that what is sent stays small enough to be hidden under the computation.
     """
     bytes_ = min(_MOST_BYTES, int(_SECONDS / link.beta) if link.beta else _MOST_BYTES)
-    load = _Load(fabric, max(bytes_, 1 << 12) // 4)
-    enough = 2 * (fabric.size * link.alpha + 4 * load.elements * link.beta) + 0.01
+    elements = max(bytes_, 1 << 12) // 4
+    # A stage of one parameter, with a replica on every rank.
+    lane, everyone = fabric.lane("traffic"), list(range(fabric.size))
+    module = ListStage({"load": nn.ParameterList([torch.zeros(elements)])}, last=True)
+    stage, grad = Stage(0, module, None, recompute=False), torch.zeros(elements)
+    buckets = ReplicaBuckets(
+        fabric.transport("traffic", everyone),
+        StageRanks(lane, fabric.rank, everyone),
+        fabric.timeout,
+        stage,
+        [Bucket((Piece(0, 0, 4 * elements),))],
+        [("RS", 0), ("AG", 0)],
+    )
+    enough = 2 * (fabric.size * link.alpha + 4 * elements * link.beta) + 0.01
     rounds = max(1, round(enough / min(_computed(8) for _ in range(3)) * 8))
     differences = []
     try:
         for period in range(_COST_REPEAT):
-            load.meet()
+            everyones(lane, fabric.rank, everyone, None)  # returns once every rank is here
             start = time.perf_counter()
             _computed(2 * rounds)
             alone = time.perf_counter() - start
-            load.meet()
-            differences.append(load.beside(period, rounds) - alone)
+            everyones(lane, fabric.rank, everyone, None)
+            start = time.perf_counter()
+            buckets.ready(period, 0, [grad])
+            buckets.complete([grad])
+            _computed(rounds)  # beside RS
+            buckets.wait_reduced()
+            buckets.updated(0)
+            _computed(rounds)  # beside AG
+            buckets.take_in(stage.versions.newest, 0)
+            differences.append(time.perf_counter() - start - alone)
     finally:
-        load.buckets.close()
-    sent = 2 * (fabric.size - 1) / fabric.size * 4 * load.elements
+        buckets.close()
+    sent = 2 * (fabric.size - 1) / fabric.size * 4 * elements
     return max(0.0, statistics.median(differences)) / sent
 
 
-class _Load:
-    """A stage of one parameter with a replica on every rank."""
-
-    def __init__(self, fabric: Fabric, elements: int) -> None:
-        self.lane: Lane = fabric.lane("traffic")
-        self.rank, self.size, self.elements = fabric.rank, fabric.size, elements
-        module = ListStage({"load": nn.ParameterList([torch.zeros(elements)])}, last=True)
-        self.stage = Stage(0, module, None, recompute=False)
-        self.grad, everyone = torch.zeros(elements), list(range(fabric.size))
-        self.buckets = ReplicaBuckets(
-            fabric.transport("traffic", everyone),
-            StageRanks(self.lane, fabric.rank, everyone),
-            fabric.timeout,
-            self.stage,
-            [Bucket((Piece(0, 0, 4 * elements),))],
-            [("RS", 0), ("AG", 0)],
-        )
-
-    def meet(self) -> None:
-        """Returns once every rank is here."""
-        everyones(self.lane, self.rank, range(self.size), None)
-
-    def beside(self, period: int, rounds: int) -> float:
-        """Seconds of twice so many rounds, the first beside RS and the second beside AG."""
-        start = time.perf_counter()
-        self.buckets.ready(period, 0, [self.grad])
-        self.buckets.complete([self.grad])
-        _computed(rounds)
-        self.buckets.wait_reduced()
-        self.buckets.updated(0)
-        _computed(rounds)
-        self.buckets.take_in(self.stage.versions.newest, 0)
-        return time.perf_counter() - start
-
-
 def _computed(rounds: int) -> float:
-    """Computes something; the seconds it took."""
+    """Compute something for so many rounds; return the seconds it took."""
     one = torch.ones(_SIDE, _SIDE)
     start = time.perf_counter()
     for _ in range(rounds):

@@ -25,6 +25,7 @@ from commsched.process.rendezvous import Meeting
 
 _groups: WeakSet[Any] = WeakSet()
 _GRACE_SECONDS = 10.0  # after gloo's own time-out, whose error says more
+_HINT = "GLOO_SOCKET_IFNAME names the network interface to use"
 
 
 def gloo_group(store: Store, name: str, rank: int, ranks: Sequence[int], address: str) -> Any:
@@ -43,10 +44,8 @@ def gloo_group(store: Store, name: str, rank: int, ranks: Sequence[int], address
     try:
         group = comm_core.ask_store(waiting, ProcessGroupGloo, *arguments)
     except RuntimeError as error:
-        raise CommError(
-            f"rank {rank} of {len(ranks)} could not connect to the others from {address}: {error}; "
-            "GLOO_SOCKET_IFNAME names the network interface to use"
-        ) from error
+        where = f"rank {rank} of {len(ranks)} could not connect to the others from {address}"
+        raise CommError(f"{where}: {error}; {_HINT}") from error
     _groups.add(group)
     return group
 
@@ -60,7 +59,6 @@ def connected(
     whose connection is missing has left.
     """
     place, store = list(ranks).index(meeting.launch.rank), PrefixStore(name, meeting.store)
-
     told = ""  # why the wait has ended
 
     def lost(awaited: Iterable[int]) -> str:
@@ -72,9 +70,8 @@ def connected(
         return connect(store, place, len(ranks), meeting.address, timeout, settings().host_timeout, lost)
     except RuntimeError as error:
         where = f"rank {place} of {len(ranks)} could not connect to the others from {meeting.address}"
-        hint = "GLOO_SOCKET_IFNAME names the network interface to use"
-        reason = told or failure_monitor.lost(ranks)
-        raise CommError(f"{where}: {reason}" if reason else f"{where}: {error}; {hint}") from error
+        reason = told or failure_monitor.lost(ranks) or f"{error}; {_HINT}"
+        raise CommError(f"{where}: {reason}") from error
 
 
 def messages_between(

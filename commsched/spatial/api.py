@@ -18,9 +18,7 @@ from commsched.spatial.tile import MOVES, Cut, Cuts, Tile, cut_axes
 
 
 def tile_bounds(shape: Sequence[int], mesh: Mesh | None = None) -> tuple[slice, ...]:
-    """The slices of an image of global ``shape`` that this rank owns: load ``image[tile_bounds(shape)]``
-    only.
-    """
+    """Return the slices of an image of global ``shape`` that this rank owns; load only these."""
     mesh = mesh or current_mesh()
     bounds = [slice(0, size) for size in shape]
     for axis, (dim, split) in enumerate(zip(mesh.dims, mesh.even_splits(shape))):
@@ -55,7 +53,7 @@ def even_cuts(mesh: Mesh, shape: Sequence[int], margin: int = 0) -> Cuts:
 
 
 def gather(tile: Tile, to: str = "replicate") -> Tensor:
-    """The whole tensor, from all tiles.
+    """Return the whole tensor, from all tiles.
 
     ``"replicate"``: on every rank, as a replicated `Tile` (``.local`` is the plain tensor). All ranks go on
     to compute the same loss; in the backward each gets its own slice, and parameters used after it their
@@ -72,18 +70,18 @@ def gather(tile: Tile, to: str = "replicate") -> Tensor:
     if to not in ("rank0", "batch"):
         raise ValueError(f"gather to must be 'replicate', 'rank0' or 'batch', got {to!r}")
     mesh, tile = tile.mesh, trimmed(tile)
-    samples = Split.shares(tile.shape[0], mesh.size)
+    replicated = [axis for axis, cut in enumerate(tile.cuts) if cut is None and mesh.grid[axis] > 1]
+    if replicated:
+        raise ValueError(f"{mesh.where('gather')}: the tile is already whole along mesh axes {replicated}")
     dims = []
     for axis, cut in cut_axes(tile.cuts):
         everything: Want = (Run(0, cut.split.size),)
         wants = tuple(everything if to == "batch" or rank == 0 else () for rank in range(mesh.size))
         dims.append(Dim(cut.dim, cut.split, mesh.parts(axis), wants))
     if to == "batch":
+        samples = Split.shares(tile.shape[0], mesh.size)
         shares = tuple((Run(*samples.owned(rank)),) for rank in range(mesh.size))
         dims.append(Dim(-tile.ndim, Split((0, tile.shape[0])), (0,) * mesh.size, shares))
-    replicated = [axis for axis, cut in enumerate(tile.cuts) if cut is None and mesh.grid[axis] > 1]
-    if replicated:
-        raise ValueError(f"{mesh.where('gather')}: the tile is already whole along mesh axes {replicated}")
     return fetch(local_owned(tile), make_plan(mesh.rank, tuple(dims), (0,) * mesh.size), mesh)
 
 
@@ -113,11 +111,11 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh | None = None) -> Non
         return
     grads = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in chosen]
     used = [p.grad is not None for p in chosen]
-    summed = [p in _sums and _sums[p].is_in(p, mesh) for p in chosen]
-    flat = torch.cat([*grads, torch.tensor([*used, *summed], device=grads[0].device)])
+    summed_before = [p in _sums and _sums[p].is_in(p, mesh) for p in chosen]
+    flat = torch.cat([*grads, torch.tensor([*used, *summed_before], device=grads[0].device)])
     parts = everyone(flat, mesh, tuple(range(len(mesh.grid))), "sum of gradients")
     *sums, counts, again = sum_in_order(parts).split([*map(len, grads), len(chosen), len(chosen)])
-    some = [True] * len(chosen) if flat.is_meta else counts.bool().tolist()
+    exists = [True] * len(chosen) if flat.is_meta else counts.bool().tolist()
     if not flat.is_meta and again.any():
         ranks = [rank for rank, part in enumerate(parts) if part[-len(chosen) :].any()]
         first = int(again.nonzero()[0])
@@ -127,17 +125,17 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: Mesh | None = None) -> Non
             f"{mesh.size} times; call sum_gradients once, after the last backward of an accumulation, and "
             "clear the gradients (optimizer.zero_grad()) before the next backward"
         )
-    for parameter, grad, has_one in zip(chosen, sums, some, strict=True):
+    for parameter, grad, has_one in zip(chosen, sums, exists, strict=True):
         parameter.grad = grad.view(parameter.shape).to(parameter.dtype) if has_one else None
         if has_one and mesh.size > 1 and not flat.is_meta:
-            _Sum(parameter, mesh)
+            _SummedGradient(parameter, mesh)
 
 
-class _Sum:
+class _SummedGradient:
     """A parameter's ``.grad`` after `sum_gradients`, until it is cleared.
 
-    Gradients are cleared to None or to zeros, and the latter can only be seen before the next backward adds
-    to them: hooks of the parameter look there. They hold the parameter weakly, as it holds them.
+    Users clear gradients to None or to zeros. Zeros can only be seen before the next backward adds to them:
+    a hook of the parameter looks then. The hooks hold the parameter weakly, because it holds the hooks.
     """
 
     def __init__(self, parameter: Tensor, mesh: Mesh) -> None:
@@ -160,7 +158,7 @@ class _Sum:
     def _before(self, _: Tensor) -> None:
         """Called before a backward adds a gradient, and by ``torch.autograd.grad``, which adds none."""
         parameter = self._parameter()
-        if parameter is not None and not _is_some(parameter.grad):
+        if parameter is not None and not _has_nonzero(parameter.grad):
             self.forget()
             _sums.pop(parameter, None)
 
@@ -171,13 +169,13 @@ class _Sum:
         """Whether the sum is part of the gradient. A second sum may be over another mesh, of replicas."""
         grad = parameter.grad
         untouched = grad is not None and self._grad() is grad and grad._version == self._version
-        return (self._added or (untouched and self._mesh() is mesh)) and _is_some(grad)
+        return (self._added or (untouched and self._mesh() is mesh)) and _has_nonzero(grad)
 
 
 _sums: Any = WeakTensorKeyDictionary()
 
 
-def _is_some(grad: Tensor | None) -> bool:
+def _has_nonzero(grad: Tensor | None) -> bool:
     return grad is not None and bool(grad.any())
 
 

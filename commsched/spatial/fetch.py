@@ -1,4 +1,8 @@
-"""Fetch pixels of other ranks: the plan of an exchange, its run as a linear function, halos in flight."""
+"""Fetch pixels of other ranks.
+
+An ``ExchangePlan`` says which rank sends which rectangles to which. ``fetched`` carries it out; its gradient
+is ``delivered``, the same exchange backwards. ``overlapped`` computes while halos travel.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 from torch.autograd import Function
 
-from commsched.channels import Parcel, Pending
+from commsched.channels import Complete, Parcel, Pending, total_bytes
 from commsched.spatial.intervals import Fill, Interval, Run, Split, Want, Window, want_length
-from commsched.spatial.mesh import TRANSPOSED, Mesh, apply
+from commsched.spatial.mesh import TRANSPOSED, Mesh, apply, same
 
 # -- exchange plans: which rank sends which rectangle to which -----------------------------------------------
 
@@ -40,9 +44,10 @@ class Dim:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A rectangle: ``src`` in the sender's tile, ``dst`` in the receiver's buffer, read backwards along
-    ``flips``."""
+class Rect:
+    """Pixels at ``src`` in the sender's tile and at ``dst`` in the receiver's buffer, where they are mirrored
+    along ``flips`` (indices into the plan's ``dims``).
+    """
 
     src: Slices
     dst: Slices
@@ -57,22 +62,22 @@ class Piece:
         return prod(self.shape)
 
 
-Exchange = tuple[tuple[int, tuple[Piece, ...]], ...]
+RectsByPeer = tuple[tuple[int, tuple[Rect, ...]], ...]
 
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """One rank's share of a fetch. ``sends`` and ``recvs``: peers in rank order, each with its pieces."""
+    """One rank's share of a fetch. ``sends`` and ``recvs``: peers in rank order, each with its rectangles."""
 
     rank: int
     dims: tuple[int, ...]
-    held: tuple[int, ...]
-    wanted: tuple[int, ...]
-    own: tuple[Piece, ...]
-    sends: Exchange
-    recvs: Exchange
-    filled: bool
-    remote: bool
+    held: tuple[int, ...]  # lengths of this rank's tile along ``dims``
+    wanted: tuple[int, ...]  # lengths of the buffer that it fetches
+    own: tuple[Rect, ...]
+    sends: RectsByPeer
+    recvs: RectsByPeer
+    filled: bool  # some pixels of the buffer come from no rank
+    remote: bool  # on some rank, pixels come from another rank
 
     @property
     def plain(self) -> bool:
@@ -81,16 +86,21 @@ class ExchangePlan:
         return one and not self.sends and not self.recvs
 
     def sent_pixels(self) -> int:
-        return sum(piece.pixels for _, pieces in self.sends for piece in pieces)
+        return sum(rect.pixels for _, rects in self.sends for rect in rects)
 
 
-def pieces(have: Slices, origin: tuple[int, ...], wants: tuple[Want, ...]) -> tuple[Piece, ...]:
-    """Rectangles of ``wants`` that lie in the box ``have``; ``origin`` is where the sender's tile begins."""
-    overlaps = (list(_overlaps(box, want)) for box, want in zip(have, wants))
-    return tuple(_piece(combination, origin) for combination in product(*overlaps))
+def _rects(have: Slices, origin: tuple[int, ...], wants: tuple[Want, ...]) -> Iterator[Rect]:
+    """Yield the rectangles of ``wants`` that lie in the box ``have``; ``origin``: where the sender's tile
+    begins.
+    """
+    for overlaps in product(*(list(_overlaps(box, want)) for box, want in zip(have, wants))):
+        src = tuple((lo - start, hi - start) for ((lo, hi), _, _), start in zip(overlaps, origin))
+        flips = tuple(i for i, (_, _, flip) in enumerate(overlaps) if flip)
+        yield Rect(src, tuple(dst for _, dst, _ in overlaps), flips)
 
 
 def _overlaps(have: Interval, want: Want) -> Iterator[tuple[Interval, Interval, bool]]:
+    """Yield each overlap: its pixels, their place in the buffer, whether they are mirrored there."""
     position = 0
     for part in want:
         if isinstance(part, Run):
@@ -99,14 +109,6 @@ def _overlaps(have: Interval, want: Want) -> Iterator[tuple[Interval, Interval, 
                 at = position + (part.hi - hi if part.flip else lo - part.lo)
                 yield (lo, hi), (at, at + hi - lo), part.flip
         position += len(part)
-
-
-def _piece(combination: Iterable[tuple[Interval, Interval, bool]], origin: tuple[int, ...]) -> Piece:
-    parts = list(combination)
-    src = tuple((lo - start, hi - start) for ((lo, hi), _, _), start in zip(parts, origin))
-    return Piece(
-        src, tuple(dst for _, dst, _ in parts), tuple(i for i, (_, _, flip) in enumerate(parts) if flip)
-    )
 
 
 def _have(axis: Dim, source: int, target: int) -> Interval:
@@ -127,26 +129,21 @@ def make_plan(rank: int, dims: tuple[Dim, ...], groups: tuple[int, ...]) -> Exch
     """The share of ``rank``. Only ranks with the same entry of ``groups`` exchange pixels."""
     origins = [tuple(axis.split.held(axis.parts[r])[0] for axis in dims) for r in range(len(groups))]
 
-    def between(source: int, target: int) -> tuple[Piece, ...]:
+    def between(source: int, target: int) -> tuple[Rect, ...]:
         wants = tuple(axis.wants[target] for axis in dims)
         have = tuple(_have(axis, source, target) for axis in dims)
-        return pieces(have, origins[source], wants)
+        return tuple(_rects(have, origins[source], wants))
 
     peers = [r for r, group in enumerate(groups) if group == groups[rank] and r != rank]
-    sends = tuple((peer, found) for peer in peers if (found := between(rank, peer)))
-    recvs = tuple((peer, found) for peer in peers if (found := between(peer, rank)))
-    boxes = [axis.split.held(axis.parts[rank]) for axis in dims]
-    wanted = tuple(want_length(axis.wants[rank]) for axis in dims)
-    filled = any(isinstance(part, Fill) for axis in dims for part in axis.wants[rank])
     return ExchangePlan(
         rank=rank,
         dims=tuple(axis.dim for axis in dims),
-        held=tuple(hi - lo for lo, hi in boxes),
-        wanted=wanted,
+        held=tuple(hi - lo for lo, hi in (axis.split.held(axis.parts[rank]) for axis in dims)),
+        wanted=tuple(want_length(axis.wants[rank]) for axis in dims),
         own=between(rank, rank),
-        sends=sends,
-        recvs=recvs,
-        filled=filled,
+        sends=tuple((peer, rects) for peer in peers if (rects := between(rank, peer))),
+        recvs=tuple((peer, rects) for peer in peers if (rects := between(peer, rank))),
+        filled=any(isinstance(part, Fill) for axis in dims for part in axis.wants[rank]),
         remote=not all(_covered(dims, target) for target in range(len(groups))),
     )
 
@@ -185,74 +182,87 @@ def fetched(
     """Pixels from their owners."""
     recvs, pending = ask(x, plan, mesh, module)
     out = own_pixels(x, plan, fill)
-    if pending is not None:
-        pending.wait()
+    pending.wait()
     buffers = [buffer for _, buffer in recvs]
     if received is not None:
         received += buffers
     return place(out, plan, buffers)
 
 
-def ask(x: Tensor, plan: ExchangePlan, mesh: Mesh, module: str) -> tuple[list[Parcel], Pending | None]:
+def ask(x: Tensor, plan: ExchangePlan, mesh: Mesh, module: str) -> tuple[list[Parcel], Pending]:
     """Start the messages of a fetch and return the pending receives."""
-    sends = [(peer, pack(x, plan.dims, [(p.src, ()) for p in pieces])) for peer, pieces in plan.sends]
-    recvs = [(peer, buffer_for(x, plan, pieces)) for peer, pieces in plan.recvs]
-    return recvs, _start(mesh, plan, sends, recvs, module, "fetch")
+    sends = [
+        (peer, torch.cat([_box(x, plan.dims, rect.src).reshape(-1) for rect in rects]))
+        for peer, rects in plan.sends
+    ]
+    return _start(sends, plan.recvs, x, plan, mesh, module, "fetch")
 
 
 def own_pixels(x: Tensor, plan: ExchangePlan, fill: float) -> Tensor:
     """A buffer with the pixels that this rank already holds."""
-    shape = _with_lengths(x.shape, plan.dims, plan.wanted)
+    shape = _with_lengths(x, plan.dims, plan.wanted)
     out = x.new_full(shape, fill) if plan.filled else x.new_empty(shape)
-    for piece in plan.own:
-        _box(out, plan.dims, piece.dst).copy_(_flip(_box(x, plan.dims, piece.src), plan.dims, piece.flips))
+    for rect in plan.own:
+        _box(out, plan.dims, rect.dst).copy_(_flip(_box(x, plan.dims, rect.src), plan.dims, rect.flips))
     return out
 
 
 def place(out: Tensor, plan: ExchangePlan, buffers: list[Tensor]) -> Tensor:
     """Copy received pixels to their places in the buffer."""
-    for buffer, (_, pieces) in zip(buffers, plan.recvs):
-        for piece, part in zip(pieces, unpack(buffer, out, plan, pieces)):
-            _box(out, plan.dims, piece.dst).copy_(_flip(part, plan.dims, piece.flips))
+    for buffer, (_, rects) in zip(buffers, plan.recvs):
+        for rect, pixels in _unpack(buffer, out, plan, rects):
+            _box(out, plan.dims, rect.dst).copy_(_flip(pixels, plan.dims, rect.flips))
     return out
 
 
 def delivered(grad: Tensor, plan: ExchangePlan, mesh: Mesh, module: str) -> Tensor:
     """Contributions back to the owners, who add them in rank order."""
-    total = grad.new_zeros(_with_lengths(grad.shape, plan.dims, plan.held))
-    sends = [(peer, pack(grad, plan.dims, [(p.dst, p.flips) for p in pieces])) for peer, pieces in plan.recvs]
-    recvs = [(peer, buffer_for(grad, plan, pieces)) for peer, pieces in plan.sends]
-    pending = _start(mesh, plan, sends, recvs, module, "gradient of fetch")
-    if pending is not None:
-        pending.wait()
-    mine = [(_flip(_box(grad, plan.dims, p.dst), plan.dims, p.flips), p) for p in plan.own]
-    parts = {
-        peer: list(zip(unpack(buffer, grad, plan, pieces), pieces))
-        for (_, buffer), (peer, pieces) in zip(recvs, plan.sends)
-    }
-    for rank in sorted((*parts, plan.rank)):
-        for part, piece in mine if rank == plan.rank else parts[rank]:
-            _box(total, plan.dims, piece.src).add_(part)
+
+    def at(rect: Rect) -> Tensor:
+        return _flip(_box(grad, plan.dims, rect.dst), plan.dims, rect.flips)
+
+    sends = [(peer, torch.cat([at(rect).reshape(-1) for rect in rects])) for peer, rects in plan.recvs]
+    recvs, pending = _start(sends, plan.sends, grad, plan, mesh, module, "gradient of fetch")
+    pending.wait()
+    contributions = {plan.rank: [(rect, at(rect)) for rect in plan.own]}
+    for (peer, buffer), (_, rects) in zip(recvs, plan.sends):
+        contributions[peer] = _unpack(buffer, grad, plan, rects)
+    total = grad.new_zeros(_with_lengths(grad, plan.dims, plan.held))
+    for _, pairs in sorted(contributions.items()):
+        for rect, part in pairs:
+            _box(total, plan.dims, rect.src).add_(part)
     return total
 
 
 def _start(
-    mesh: Mesh, plan: ExchangePlan, sends: list[Parcel], recvs: list[Parcel], module: str, what: str
-) -> Pending | None:
+    sends: list[Parcel],
+    coming: RectsByPeer,
+    like: Tensor,
+    plan: ExchangePlan,
+    mesh: Mesh,
+    module: str,
+    what: str,
+) -> tuple[list[Parcel], Pending]:
+    """Start an exchange; return the buffers into which the rectangles ``coming`` arrive."""
+    recvs = [
+        (peer, like.new_empty(sum(_with_lengths(like, plan.dims, rect.shape).numel() for rect in rects)))
+        for peer, rects in coming
+    ]
     if not plan.remote:
-        return None
-    mesh.count(module, sum(buffer.numel() * buffer.element_size() for _, buffer in sends))
-    return mesh.channel.exchange(sends, recvs, f"{module}: {what}")
+        return recvs, Complete()
+    mesh.count(module, total_bytes(sends))
+    return recvs, mesh.channel.exchange(sends, recvs, f"{module}: {what}")
 
 
-def _with_lengths(shape: torch.Size, dims: tuple[int, ...], lengths: tuple[int, ...]) -> list[int]:
-    result = list(shape)
+def _with_lengths(x: Tensor, dims: Iterable[int], lengths: Iterable[int]) -> torch.Size:
+    """The shape of ``x``, but with these lengths."""
+    shape = list(x.shape)
     for dim, length in zip(dims, lengths):
-        result[dim] = length
-    return result
+        shape[dim] = length
+    return torch.Size(shape)
 
 
-def _box(x: Tensor, dims: tuple[int, ...], slices: Slices) -> Tensor:
+def _box(x: Tensor, dims: Iterable[int], slices: Iterable[Interval]) -> Tensor:
     for dim, (lo, hi) in zip(dims, slices):
         x = x.narrow(dim, lo, hi - lo)
     return x
@@ -262,86 +272,13 @@ def _flip(x: Tensor, dims: tuple[int, ...], flips: tuple[int, ...]) -> Tensor:
     return x.flip([dims[i] for i in flips]) if flips else x
 
 
-def pack(x: Tensor, dims: tuple[int, ...], boxes: list[tuple[Slices, tuple[int, ...]]]) -> Tensor:
-    parts = [_flip(_box(x, dims, slices), dims, flips).reshape(-1) for slices, flips in boxes]
-    return torch.cat(parts)
-
-
-def buffer_for(like: Tensor, plan: ExchangePlan, pieces: tuple[Piece, ...]) -> Tensor:
-    return like.new_empty(sum(_shape(like, plan, piece).numel() for piece in pieces))
-
-
-def _shape(like: Tensor, plan: ExchangePlan, piece: Piece) -> torch.Size:
-    return torch.Size(_with_lengths(like.shape, plan.dims, piece.shape))
-
-
-def unpack(buffer: Tensor, like: Tensor, plan: ExchangePlan, pieces: tuple[Piece, ...]) -> list[Tensor]:
-    shapes = [_shape(like, plan, piece) for piece in pieces]
-    return [part.view(shape) for part, shape in zip(buffer.split([s.numel() for s in shapes]), shapes)]
-
-
-def _meet(box: Slices, piece: Piece) -> tuple[Slices, Slices] | None:
-    """The overlap of ``piece`` and ``box`` (both in the wanted buffer), relative to each of them."""
-    both = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(box, piece.dst)]
-    if any(lo >= hi for lo, hi in both):
-        return None
-    in_piece = tuple((lo - dst[0], hi - dst[0]) for (lo, hi), dst in zip(both, piece.dst))
-    return in_piece, tuple((lo - start[0], hi - start[0]) for (lo, hi), start in zip(both, box))
-
-
-def boxes_of(x: Tensor, plan: ExchangePlan, fill: float, buffers: list[Tensor], box: Slices) -> Tensor:
-    """The part ``box`` of the buffer that the whole fetch would make. For plans without flips (windows have
-    none)."""
-    out = x.new_full(_with_lengths(x.shape, plan.dims, tuple(hi - lo for lo, hi in box)), fill)
-    sources = [(piece, _box(x, plan.dims, piece.src)) for piece in plan.own]
-    for buffer, (_, pieces) in zip(buffers, plan.recvs):
-        sources += zip(pieces, unpack(buffer, x, plan, pieces))
-    for piece, pixels in sources:
-        if (met := _meet(box, piece)) is not None:
-            _box(out, plan.dims, met[1]).copy_(_box(pixels, plan.dims, met[0]))
-    return out
-
-
-def return_to_owners(
-    parts: list[tuple[Slices, Tensor]], plan: ExchangePlan, mesh: Mesh, module: str
-) -> tuple[list[Parcel], Pending | None]:
-    """Start sending the gradients of boxes back to their owners and return the pending receives."""
-    like = parts[0][1]
-    sends = [(peer, torch.cat([_piece_sum(parts, plan, p) for p in pieces])) for peer, pieces in plan.recvs]
-    recvs = [(peer, buffer_for(like, plan, pieces)) for peer, pieces in plan.sends]
-    return recvs, _start(mesh, plan, sends, recvs, module, "gradient of fetch")
-
-
-def _piece_sum(parts: list[tuple[Slices, Tensor]], plan: ExchangePlan, piece: Piece) -> Tensor:
-    like = parts[0][1]
-    total = like.new_zeros(_shape(like, plan, piece))
-    for box, grad in parts:
-        if (met := _meet(box, piece)) is not None:
-            _box(total, plan.dims, met[0]).add_(_box(grad, plan.dims, met[1]))
-    return total.reshape(-1)
-
-
-def own_contributions(parts: list[tuple[Slices, Tensor]], plan: ExchangePlan) -> list[tuple[Slices, Tensor]]:
-    """Gradient contributions of the boxes to this rank's own pixels, with their places in the tile."""
-    contributions = []
-    for piece in plan.own:
-        for box, grad in parts:
-            if (met := _meet(box, piece)) is not None:
-                where = tuple((lo + src[0], hi + src[0]) for (lo, hi), src in zip(met[0], piece.src))
-                contributions.append((where, _box(grad, plan.dims, met[1])))
-    return contributions
-
-
-def add_arrived(
-    total: Tensor, plan: ExchangePlan, own: list[tuple[Slices, Tensor]], recvs: list[Parcel]
-) -> Tensor:
-    """Own contributions, then those of other ranks in rank order."""
-    for where, grad in own:
-        _box(total, plan.dims, where).add_(grad)
-    for (_, buffer), (_, pieces) in zip(recvs, plan.sends):
-        for piece, part in zip(pieces, unpack(buffer, total, plan, pieces)):
-            _box(total, plan.dims, piece.src).add_(part)
-    return total
+def _unpack(
+    buffer: Tensor, like: Tensor, plan: ExchangePlan, rects: tuple[Rect, ...]
+) -> list[tuple[Rect, Tensor]]:
+    """The rectangles of a message, each with its pixels."""
+    shapes = [_with_lengths(like, plan.dims, rect.shape) for rect in rects]
+    parts = buffer.split([shape.numel() for shape in shapes])
+    return [(rect, part.view(shape)) for rect, part, shape in zip(rects, parts, shapes)]
 
 
 def assembled(x: Tensor, plan: ExchangePlan, mesh: Mesh, module: str) -> Tensor:
@@ -353,9 +290,9 @@ def assembled(x: Tensor, plan: ExchangePlan, mesh: Mesh, module: str) -> Tensor:
 
 def _sliced(whole: Tensor, plan: ExchangePlan, mesh: Mesh, module: str) -> Tensor:
     """This rank's part of a replicated value."""
-    part = whole.new_zeros(_with_lengths(whole.shape, plan.dims, plan.held))
-    for piece in plan.own:
-        _box(part, plan.dims, piece.src).copy_(_box(whole, plan.dims, piece.dst))
+    part = whole.new_zeros(_with_lengths(whole, plan.dims, plan.held))
+    for rect in plan.own:
+        _box(part, plan.dims, rect.src).copy_(_box(whole, plan.dims, rect.dst))
     return part
 
 
@@ -364,7 +301,8 @@ TRANSPOSED.update({fetched: delivered, delivered: fetched, assembled: _sliced, _
 
 # -- the interior is computed while halos are in flight, then the border strips ------------------------------
 
-# The backward sends border gradients first.
+# The backward goes the other way: ``Boxes`` sends the gradients of the strips, the interior's backward runs
+# while they travel, and ``Enter`` adds those that have arrived.
 
 Region = dict[int, Interval]  # per dimension
 
@@ -378,16 +316,18 @@ class Halo:
     fill: float
     module: str
     recvs: list[Parcel] = field(default_factory=list)
-    pending: Pending | None = None
-    returning: tuple[list[Parcel], Pending | None] | None = None
-    own: list[tuple[Slices, Tensor]] = field(default_factory=list)
+    pending: Pending = field(default_factory=Complete)
+    returning: tuple[list[Parcel], Pending] | None = None
+    own: list[tuple[Slices, Tensor]] = field(default_factory=list)  # gradients of this rank's own pixels
 
 
-def same(x: Tensor) -> Tensor:
-    """The same memory as another tensor. ``x.view_as(x)`` gives a single sample in channels_last a stride for
-    which torch 2.13 computes wrong gradients of a convolution's weight.
-    """
-    return x[...]
+def _meet(box: Slices, rect: Rect) -> tuple[Slices, Slices] | None:
+    """The overlap of ``rect`` and ``box`` (both in the wanted buffer), relative to each of them."""
+    both = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(box, rect.dst)]
+    if any(lo >= hi for lo, hi in both):
+        return None
+    in_rect = tuple((lo - dst[0], hi - dst[0]) for (lo, hi), dst in zip(both, rect.dst))
+    return in_rect, tuple((lo - start[0], hi - start[0]) for (lo, hi), start in zip(both, box))
 
 
 class Enter(Function):
@@ -397,8 +337,7 @@ class Enter(Function):
     def forward(ctx: Any, x: Tensor, halo: Halo) -> Tensor:
         ctx.halo = halo
         halo.recvs, halo.pending = ask(x, halo.plan, halo.mesh, halo.module)
-        if halo.pending is not None:
-            halo.pending.watch()
+        halo.pending.watch()
         return same(x)
 
     @staticmethod
@@ -407,38 +346,68 @@ class Enter(Function):
         if halo.returning is None:
             return grad, None
         recvs, pending = halo.returning
-        if pending is not None:
-            pending.wait()
-        total = add_arrived(grad.clone(), halo.plan, halo.own, recvs)
+        pending.wait()
+        plan, total = halo.plan, grad.clone()
+        for where, part in halo.own:
+            _box(total, plan.dims, where).add_(part)
+        for (_, buffer), (_, rects) in zip(recvs, plan.sends):  # in rank order
+            for rect, part in _unpack(buffer, total, plan, rects):
+                _box(total, plan.dims, rect.src).add_(part)
         halo.returning, halo.own = None, []
         return total, None
 
 
 class Boxes(Function):
     """The inputs of the border strips, once the halo is here: boxes of the buffer that a fetch would have
-    made."""
+    made. For plans without flips (windows have none).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, halo: Halo, boxes: tuple[Slices, ...]) -> tuple[Tensor, ...]:
-        ctx.halo, ctx.boxes = halo, boxes
-        if halo.pending is not None:
-            halo.pending.wait()
-        buffers = [buffer for _, buffer in halo.recvs]
-        halo.recvs, halo.pending = [], None
-        return tuple(boxes_of(x, halo.plan, halo.fill, buffers, box) for box in boxes)
+        ctx.halo, ctx.boxes, plan = halo, boxes, halo.plan
+        halo.pending.wait()
+        sources = [(rect, _box(x, plan.dims, rect.src)) for rect in plan.own]
+        for (_, buffer), (_, rects) in zip(halo.recvs, plan.recvs):
+            sources += _unpack(buffer, x, plan, rects)
+        halo.recvs, halo.pending = [], Complete()
+        inputs = []
+        for box in boxes:
+            out = x.new_full(_with_lengths(x, plan.dims, (hi - lo for lo, hi in box)), halo.fill)
+            for rect, pixels in sources:
+                if (met := _meet(box, rect)) is not None:
+                    _box(out, plan.dims, met[1]).copy_(_box(pixels, plan.dims, met[0]))
+            inputs.append(out)
+        return tuple(inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         halo: Halo = ctx.halo
+        plan, mesh, module = halo.plan, halo.mesh, halo.module
         if is_grad_enabled():  # create_graph=True: one differentiable exchange without overlap
-            whole = _summed(grads, ctx.boxes, halo.plan)
-            return apply(delivered, whole, halo.plan, halo.mesh, halo.module), None, None
+            return apply(delivered, _summed(grads, ctx.boxes, plan), plan, mesh, module), None, None
         parts = list(zip(ctx.boxes, grads))
-        halo.returning = return_to_owners(parts, halo.plan, halo.mesh, halo.module)
-        if (pending := halo.returning[1]) is not None:
-            pending.watch()
-        halo.own = own_contributions(parts, halo.plan)
+        sends = [
+            (peer, torch.cat([_sum_in(rect, parts, plan) for rect in rects])) for peer, rects in plan.recvs
+        ]
+        halo.returning = _start(sends, plan.sends, grads[0], plan, mesh, module, "gradient of fetch")
+        halo.returning[1].watch()
+        halo.own = []
+        for rect in plan.own:
+            for box, grad in parts:
+                if (met := _meet(box, rect)) is not None:
+                    where = tuple((lo + src[0], hi + src[0]) for (lo, hi), src in zip(met[0], rect.src))
+                    halo.own.append((where, _box(grad, plan.dims, met[1])))
         return None, None, None
+
+
+def _sum_in(rect: Rect, parts: list[tuple[Slices, Tensor]], plan: ExchangePlan) -> Tensor:
+    """Sum the gradients of the boxes in one rectangle, as a flat tensor."""
+    like = parts[0][1]
+    total = like.new_zeros(_with_lengths(like, plan.dims, rect.shape))
+    for box, grad in parts:
+        if (met := _meet(box, rect)) is not None:
+            _box(total, plan.dims, met[0]).add_(_box(grad, plan.dims, met[1]))
+    return total.reshape(-1)
 
 
 def _summed(grads: tuple[Tensor, ...], boxes: tuple[Slices, ...], plan: ExchangePlan) -> Tensor:
@@ -453,23 +422,19 @@ def _summed(grads: tuple[Tensor, ...], boxes: tuple[Slices, ...], plan: Exchange
 
 
 class Join(Function):
+    """The output, from those of the interior and of the strips."""
+
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], places: tuple[Region, ...], *parts: Tensor) -> Tensor:
         ctx.places = places
         out = parts[0].new_empty(shape)
         for region, part in zip(places, parts):
-            _narrowed(out, region).copy_(part)
+            _box(out, region, region.values()).copy_(part)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(_narrowed(grad, region) for region in ctx.places)
-
-
-def _narrowed(x: Tensor, region: Region) -> Tensor:
-    for dim, (lo, hi) in region.items():
-        x = x.narrow(dim, lo, hi - lo)
-    return x
+        return None, None, *(_box(grad, region, region.values()) for region in ctx.places)
 
 
 def interior(window: Window, held: Interval, outputs: Interval) -> Interval:
@@ -482,15 +447,12 @@ def interior(window: Window, held: Interval, outputs: Interval) -> Interval:
 
 def frame(outputs: Region, inner: Region) -> list[Region]:
     """``outputs`` without ``inner``, as strips: for each dimension before and after the inner part."""
-    strips = []
-    dims = list(outputs)
-    for i, dim in enumerate(dims):
-        fixed = {d: inner[d] if k < i else outputs[d] for k, d in enumerate(dims) if d != dim}
-        for part in ((outputs[dim][0], inner[dim][0]), (inner[dim][1], outputs[dim][1])):
-            strip = {d: part if d == dim else fixed[d] for d in dims}
-            if all(lo < hi for lo, hi in strip.values()):
-                strips.append(strip)
-    return strips
+    strips, rest = [], outputs
+    for dim, (start, end) in outputs.items():
+        lo, hi = inner[dim]
+        strips += [{**rest, dim: (start, lo)}, {**rest, dim: (hi, end)}]
+        rest = {**rest, dim: inner[dim]}
+    return [strip for strip in strips if all(lo < hi for lo, hi in strip.values())]
 
 
 @dataclass(frozen=True)
@@ -516,37 +478,28 @@ class Division:
         rest = local.numel() // max(prod(local.shape[dim] for dim in self.inner) * local.shape[1], 1)
         return rest * prod(hi - lo for lo, hi in self.inner.values())
 
-    def interior_input(self) -> Region:
-        """The pixels that the interior reads, relative to the rank's tile."""
-        needs = {dim: self.windows[dim].need(*span) for dim, span in self.inner.items()}
-        return {dim: (lo - self.held[dim][0], hi - self.held[dim][0]) for dim, (lo, hi) in needs.items()}
+    def inputs(self, outputs: Region) -> Region:
+        """The pixels that these outputs read."""
+        return {dim: self.windows[dim].need(*span) for dim, span in outputs.items()}
 
-    def strip_input(self, strip: Region, dims: tuple[int, ...]) -> Slices:
-        """The pixels that a strip reads, relative to the buffer of a fetch for all outputs."""
-        slices = []
-        for dim in dims:
-            origin = self.windows[dim].need(*self.outputs[dim])[0]
-            lo, hi = self.windows[dim].need(*strip[dim])
-            slices.append((lo - origin, hi - origin))
-        return tuple(slices)
 
-    def place(self, region: Region) -> Region:
-        return {
-            dim: (lo - self.outputs[dim][0], hi - self.outputs[dim][0]) for dim, (lo, hi) in region.items()
-        }
+def _within(region: Region, outer: Region) -> Region:
+    """The place of ``region`` relative to the beginning of ``outer``."""
+    return {dim: (lo - outer[dim][0], hi - outer[dim][0]) for dim, (lo, hi) in region.items()}
 
 
 def overlapped(x: Tensor, halo: Halo, division: Division, compute: Callable[[Tensor], Tensor]) -> Tensor:
     """``compute`` on the interior while the halo travels, then on the strips."""
+    outputs, inner, dims = division.outputs, division.inner, halo.plan.dims
     entered = Enter.apply(x, halo)
-    parts = [compute(_narrowed(entered, division.interior_input()))]
-    strips = frame(division.outputs, division.inner)
-    boxes = tuple(division.strip_input(strip, halo.plan.dims) for strip in strips)
+    read = _within(division.inputs(inner), division.held)
+    parts = [compute(_box(entered, read, read.values()))]
+    strips, buffer = frame(outputs, inner), division.inputs(outputs)
+    reads = [_within(division.inputs(strip), buffer) for strip in strips]
+    boxes = tuple(tuple(read[dim] for dim in dims) for read in reads)
     parts += [compute(box) for box in Boxes.apply(entered, halo, boxes)]
-    shape = list(parts[0].shape)
-    for dim, (lo, hi) in division.outputs.items():
-        shape[dim] = hi - lo
-    places = tuple(division.place(region) for region in (division.inner, *strips))
+    shape = _with_lengths(parts[0], outputs, (hi - lo for lo, hi in outputs.values()))
+    places = tuple(_within(region, outputs) for region in (inner, *strips))
     return Join.apply(tuple(shape), places, *parts)
 
 
@@ -589,8 +542,9 @@ def compact(
         return tensor.detach(), tensor._version
 
     def unpack(kept: Any) -> Tensor:
-        if not callable(kept):
-            _check_version(*kept)
-        return kept() if callable(kept) else kept[0]
+        if kept is rebuilt:
+            return rebuilt()
+        _check_version(*kept)
+        return kept[0]
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

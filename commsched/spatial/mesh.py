@@ -268,16 +268,23 @@ def total(x: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:
     return sum_in_order(everyone(x, mesh, axes, "sum over tiles", module))
 
 
+def same(x: Tensor) -> Tensor:
+    """The same memory as another tensor. ``x.view_as(x)`` gives a single sample in channels_last a stride for
+    which torch 2.13 computes wrong gradients of a convolution's weight.
+    """
+    return x[...]
+
+
 def spread(x: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:
     """A replicated value that tiles use: its gradient is the sum of the contributions of all tiles."""
-    return x[...]  # not view_as(): see fetch.same
+    return same(x)
 
 
 def once(x: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:
     """A parameter that meets a replicated value: its gradient counts on the first rank along ``axes`` only,
     so that the sum over tiles is right.
     """
-    return x[...]  # not view_as(): see fetch.same
+    return same(x)
 
 
 def _counted(grad: Tensor, mesh: Mesh, axes: tuple[int, ...], module: str) -> Tensor:

@@ -17,6 +17,7 @@ IGNORED = 255
 
 
 def pillow() -> Any:
+    """Import ``PIL.Image``, or say how to install it."""
     try:
         from PIL import Image
     except ImportError:
@@ -25,27 +26,25 @@ def pillow() -> Any:
 
 
 def picture(path: Path, size: int) -> Tensor:
-    """The image's middle square with ``size`` pixels a side, normalised as is usual for ImageNet."""
+    """Return the image's middle square, of ``size`` pixels a side, normalised as is usual for ImageNet."""
     from PIL import ImageOps
 
     with pillow().open(path) as image:
         fitted = ImageOps.fit(image.convert("RGB"), (size, size))
-    pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8).view(size, size, 3)
-    return (
-        ((pixels.float() / 255 - torch.tensor(MEAN)) / torch.tensor(DEVIATION)).permute(2, 0, 1).contiguous()
-    )
+    pixels = (_bytes(fitted).view(size, size, 3).float() / 255 - torch.tensor(MEAN)) / torch.tensor(DEVIATION)
+    return pixels.permute(2, 0, 1).contiguous()
 
 
 def mask(path: Path, size: int) -> Tensor:
-    """The class of each pixel of the mask's middle square: grey values, or numbers of a palette."""
+    """Return the class of each pixel of the mask's middle square."""
     from PIL import ImageOps
 
     fitted = ImageOps.fit(numbers_in(path), (size, size), pillow().Resampling.NEAREST)
-    return torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8).view(size, size).long()
+    return _bytes(fitted).view(size, size).long()
 
 
 def numbers_in(path: Path) -> Any:
-    """The mask's numbers as a grey image."""
+    """Return the mask's class numbers as a grey image: its grey values, or indices into its palette."""
     with pillow().open(path) as image:
         if image.mode not in ("L", "P", "1"):
             raise ValueError(
@@ -56,6 +55,10 @@ def numbers_in(path: Path) -> Any:
             return pillow().frombytes("L", image.size, image.tobytes())
         grey = image.convert("L")
         return grey.point(lambda value: value // 255) if image.mode == "1" else grey
+
+
+def _bytes(image: Any) -> Tensor:
+    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -107,10 +110,10 @@ class ImagesWithMasks(Dataset[tuple[Tensor, Tensor]]):
         return picture(image, self.size), mask(masked, self.size)
 
     def classes(self) -> int:
-        """One more than the largest number in any mask."""
+        """Return one more than the largest number in any mask."""
         highest = 0
         for _, path in self.files:
-            values = torch.frombuffer(bytearray(numbers_in(path).tobytes()), dtype=torch.uint8)
+            values = _bytes(numbers_in(path))
             known = values[values != IGNORED]
             highest = max(highest, int(known.max()) if len(known) else 0)
         return highest + 1

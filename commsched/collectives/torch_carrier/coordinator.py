@@ -72,8 +72,7 @@ class RankConnection:
 
         Returns if the other process has ended instead: then `messages` ends, too.
         """
-        lost = self._host.lost() if self._host is not None else ""
-        if lost:
+        if self._host is not None and (lost := self._host.lost()):
             raise HostLost(lost)
 
     def interrupt(self) -> None:
@@ -384,19 +383,14 @@ class Negotiator:
         complaint = disagreement(entry.requests, absent)
         if complaint:
             return [(sorted(entry.requests), _error(key, complaint))]
-        message = self._run_message(key, entry, members)
+        message = self._run_message(key, entry, absent)
         removed = self._remove_set(message["request"]["ranks"][0]) if message.get("removed") else []
         return [(members, message), *removed]
 
-    def _run_message(self, key: Key, entry: _Pending, members: list[int]) -> Message:
-        first = next(iter(entry.requests.values()))
-        message = {
-            "type": "run",
-            "set": key[0],
-            "name": key[1],
-            "request": first,
-            "joined": [rank for rank in members if rank not in entry.requests],
-        }
+    def _run_message(self, key: Key, entry: _Pending, joined: list[int]) -> Message:
+        """Return what tells the ranks of the set to run an operation; ``joined``: those that give zeros."""
+        first, members = next(iter(entry.requests.values())), self._sets[key[0]]
+        message = {"type": "run", "set": key[0], "name": key[1], "request": first, "joined": joined}
         ordered = [entry.requests.get(rank, first) for rank in members]
         if first["kind"] == "allgather":
             message["rows"] = [[shape[0] for shape in request["shapes"]] for request in ordered]
@@ -495,6 +489,7 @@ def disagreement(requests: Mapping[int, Message], joined: Sequence[int]) -> str 
 
 
 def _impossible(request: Message, joined: Sequence[int]) -> str | None:
+    """Return why no ranks could run the operation on which all agree, None if they can."""
     kind = request["kind"]
     if kind in (*_CONCATENATIONS, "reducescatter") and any(not shape for shape in request["shapes"]):
         return f"{request['name']}: {kind} needs tensors with a first dimension, but got a scalar everywhere"
