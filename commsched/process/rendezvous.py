@@ -58,7 +58,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import select
 import socket
 import time
 from collections.abc import Callable
@@ -202,9 +201,7 @@ def renew(launch: Launch) -> None:
             "HOROVOD_ELASTIC is set, but not HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT, which tell where the"
             " driver is; start the script with horovodrun, or unset HOROVOD_ELASTIC"
         )
-    _check_launcher(launch)
     answer = server.ask("rank_and_size", f"{launch.node}:{launch.local_rank}").decode()
-    _check_launcher(launch)
     values = answer.split(",")
     if len(values) != len(_PLACE) or not all(value.lstrip("-").isdigit() for value in values):
         raise CommError(
@@ -218,23 +215,6 @@ def renew(launch: Launch) -> None:
         )
     os.environ.update(zip(_PLACE, values, strict=True))
     _has_met = False
-
-
-def _check_launcher(launch: Launch, outputs: tuple[int, ...] = (1, 2)) -> None:
-    """Raise ``CommError`` where nobody reads this process's output any more.
-
-    ssh has lost its host then, and horovodrun takes the process for ended: once the host is back, it starts
-    another one in its place. The driver tells both the same rank, and neither meets the others.
-    """
-    poll = select.poll()
-    for number in outputs:
-        poll.register(number, 0)
-    events = poll.poll(0)
-    if len(events) == len(outputs) and all(event & (select.POLLERR | select.POLLHUP) for _, event in events):
-        raise CommError(
-            f"process {launch.local_rank} of host {launch.node} is no longer part of the job: its connection"
-            " to horovodrun has ended, which starts another process in its place; the other ranks go on"
-        )
 
 
 def _connect(launch: Launch, publish: Publish | None, patience: float) -> _StoreConnection:

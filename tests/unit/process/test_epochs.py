@@ -106,42 +106,6 @@ def test_answers_that_end_the_job(driver, answer, text):
         rendezvous.renew(launch())
 
 
-def test_a_process_that_horovodrun_takes_for_ended(driver):
-    """Its host was cut off for a time: it asked beside the process that had taken its place, for a minute."""
-    ends = [socket.socketpair(), socket.socketpair()]
-    outputs = tuple(one.fileno() for one, _ in ends)
-    rendezvous._check_launcher(launch(), outputs)
-    ends[0][1].close()
-    rendezvous._check_launcher(launch(), outputs)  # the script's own doing
-    ends[1][1].close()
-    with pytest.raises(CommError, match="process 1 of host b is no longer part of the job: its connection"):
-        rendezvous._check_launcher(launch(), outputs)
-    reader, writer = os.pipe()
-    rendezvous._check_launcher(launch(), (writer,))
-    os.close(reader)
-    with pytest.raises(CommError, match="no longer part"):
-        rendezvous._check_launcher(launch(), (writer,))
-    os.close(writer)
-
-
-def test_no_question_and_no_place_for_a_process_that_is_replaced(driver, monkeypatch):
-    answers, asked = driver
-    answers["/rank_and_size/b:1"] = b"0,3,0,1,0,3"
-
-    def gone(launch):
-        raise CommError("no longer part of the job")
-
-    monkeypatch.setattr(rendezvous, "_has_met", True)
-    monkeypatch.setattr(rendezvous, "_check_launcher", gone)
-    with pytest.raises(CommError, match="no longer part"):
-        rendezvous.renew(launch())
-    assert not asked
-    monkeypatch.setattr(rendezvous, "_check_launcher", lambda launch: asked and gone(launch))
-    with pytest.raises(CommError, match="no longer part"):
-        rendezvous.renew(launch())
-    assert asked and os.environ["HOROVOD_RANK"] == "3"
-
-
 def test_a_driver_that_is_gone(driver, monkeypatch):
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
     with pytest.raises(CommError, match="has horovodrun ended"):
