@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
 @contextmanager
 def place_of(options: argparse.Namespace) -> Iterator[tuple[Place, str]]:
     """Yield the place where the workers run, and a description of the network between them."""
-    loopback = f"the loopback of this machine, or its memory, between {WORKERS} workers, faster than any cable"
+    loopback = f"the loopback of this machine, or its memory, between {WORKERS} workers, faster than a cable"
     if options.local:
         yield ThisMachine(WORKERS), loopback
         return
