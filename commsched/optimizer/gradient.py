@@ -164,8 +164,13 @@ class Gradient:
 
     def _is_slot(self, grad: torch.Tensor) -> bool:
         view = self.view
-        same_shape = view is not None and grad.shape == view.shape
-        return same_shape and self.is_in_place(grad) and grad.grad_fn is None
+        return (
+            view is not None
+            and not grad.is_sparse
+            and grad.data_ptr() == self._address
+            and grad.shape == view.shape
+            and grad.grad_fn is None
+        )
 
     # -- between rounds --------------------------------------------------------------------------------------
 
