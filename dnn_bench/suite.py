@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -97,6 +98,8 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     try:
         if not options.summary:
+            if not 0 < options.batch < math.inf:
+                raise ValueError(f"--batch: needs a share above 0, got {options.batch:g}")
             entries, cells = chosen(options.baseline), wanted(options)
             options.out.mkdir(parents=True, exist_ok=True)
             trace = "all" if options.trace else "best"

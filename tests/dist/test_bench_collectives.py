@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
 from tests.support.commands import run_module
 from tests.support.needs import skip_without_horovod
 
@@ -19,7 +20,9 @@ def test_every_transport_is_checked_timed_and_fitted(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(path.read_text())
     assert report["problems"] == {}
-    operations = dict.fromkeys(("direct", "ring", "tiers"), 3) | dict.fromkeys(("operations", "gloo", "horovod"), 5)
+    operations = dict.fromkeys(("direct", "ring", "tiers"), 3) | dict.fromkeys(
+        ("operations", "gloo", "horovod"), 5
+    )
     measured = {(row["transport"], row["operation"]) for row in report["rows"]}
     assert Counter(transport for transport, _ in measured) == operations
     assert len(report["rows"]) == 5 * len(measured)

@@ -18,9 +18,9 @@ import pytest
 from dnn_bench import baselines, fork_server
 from dnn_bench.baselines import Baseline
 from dnn_bench.baselines.trainer import Job
+from dnn_bench.launch import ThisMachine
 from dnn_bench.runner import results
 from dnn_bench.runner.compare import Comparison, Effort
-from dnn_bench.launch import ThisMachine
 from tests.support.commands import run_module
 from tests.support.launch import run_ranks
 from tests.support.needs import HAS_HOROVOD, skip_without_horovod
@@ -92,7 +92,9 @@ def test_a_baseline_by_the_code_of_another_checkout(tmp_path: Path) -> None:
     other = tmp_path / "other"
     for package in ("commsched", "comm_core", "scheduler", "dnn_bench"):
         shutil.copytree(ROOT / package, other / package, ignore=shutil.ignore_patterns("__pycache__"))
-    (other / "dnn_bench/baselines/peers.py").write_text("raise RuntimeError('the code of the other checkout')")
+    (other / "dnn_bench/baselines/peers.py").write_text(
+        "raise RuntimeError('the code of the other checkout')"
+    )
     found = compare(LOCAL, replace(LOCAL, name="again"), baselines.get(f"local@{other}"))
     assert found["local"]["status"] == found["again"]["status"] == "ok"
     assert found["local@other"]["status"] == "failed"
@@ -174,10 +176,9 @@ def test_horovod_under_its_own_launcher() -> None:
 
 
 def train_small_click_model() -> None:
-    from dnn_bench import baselines
+    from dnn_bench import baselines, models
     from dnn_bench.baselines import reference
     from dnn_bench.baselines.trainer import Job
-    from dnn_bench import models
 
     models._MODELS["dlrm_tiny"] = models._clicks(batch=32, fields=4, vocab=500)
     baseline, job = baselines.get("horovod_sparse"), Job("dlrm_tiny")
@@ -206,13 +207,21 @@ def test_a_baseline_with_another_optimizer_is_compared_with_a_process_that_has_i
 
 
 @pytest.mark.parametrize(
-    "names", [["auto_int8"], pytest.param(["auto_fp8", "ddp_bf16", "ddp_powersgd", "horovod_fp16"], marks=pytest.mark.slow)]
+    "names",
+    [
+        ["auto_int8"],
+        pytest.param(["auto_fp8", "ddp_bf16", "ddp_powersgd", "horovod_fp16"], marks=pytest.mark.slow),
+    ],
 )
 def test_baselines_in_fewer_bits_run_unchecked_and_predict_themselves(names: list[str]) -> None:
     names = [name for name in ["auto", *names] if HAS_HOROVOD or "horovod" not in name]
     found = compare(*map(baselines.get, names), effort=Effort(1, 1, trace="none"))
     assert [found[name]["status"] for name in names] == ["ok"] * len(names), found
-    assert all((found[name]["error"] is None) == name.startswith("auto_") for name in names if name.startswith("auto"))
+    assert all(
+        (found[name]["error"] is None) == name.startswith("auto_")
+        for name in names
+        if name.startswith("auto")
+    )
     assert isinstance(found["auto"]["predicted"], float)
 
 
@@ -233,7 +242,13 @@ def test_command_line_prints_a_table_and_writes_json_and_html(tmp_path: Path) ->
     options = [part for kind, path in files.items() for part in (f"--{kind}", str(path))]
     done = run_module(*command("--baseline", "ddp", *options)[2:])
     assert done.returncode == 0, done.stderr
-    for text in ("mlp_tiny, 32 per rank", " sent MB ", "ddp", "lower bound", "ddp: Total sample/sec on 2 CPU(s): "):
+    for text in (
+        "mlp_tiny, 32 per rank",
+        " sent MB ",
+        "ddp",
+        "lower bound",
+        "ddp: Total sample/sec on 2 CPU(s): ",
+    ):
         assert text in done.stdout
     report = json.loads(files["json"].read_text())
     assert [entry["name"] for entry in report["baselines"]] == ["local", "floor", "wire", "ddp"]

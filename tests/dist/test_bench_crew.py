@@ -8,12 +8,11 @@ import pytest
 
 from dnn_bench import baselines
 from dnn_bench.baselines import Baseline
-from dnn_bench.baselines.trainer import Job
+from dnn_bench.baselines.trainer import Job, estimate
+from dnn_bench.launch import ThisMachine
 from dnn_bench.runner import compare as module
 from dnn_bench.runner.compare import Comparison, Effort
 from dnn_bench.runner.sets import Crew
-from dnn_bench.baselines.trainer import estimate
-from dnn_bench.launch import ThisMachine
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 JOB = Job("mlp_tiny", batch=32)

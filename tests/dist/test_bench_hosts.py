@@ -1,9 +1,7 @@
 """A comparison over emulated hosts: the link is measured, and every launcher's ranks find each other."""
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +12,10 @@ import pytest
 from dnn_bench import baselines, suite
 from dnn_bench.baselines.trainer import Job
 from dnn_bench.cluster import Cluster
-from dnn_bench.runner.compare import Comparison, Effort
 from dnn_bench.launch import Hosts
 from dnn_bench.rank_environment import environment
 from dnn_bench.runner import results
+from dnn_bench.runner.compare import Comparison, Effort
 from tests.support.launch import PATIENCE
 from tests.support.needs import needs, needs_horovod, needs_root
 
@@ -111,7 +109,8 @@ def test_the_doctor_draws_the_ranks_by_host() -> None:
     with Cluster(2, "unlimited", ssh=False) as cluster:
         variables = cluster.rank_variables(per_host=2)
         doctors = [
-            cluster.run(rank // 2, command, own | environment(), **pipes) for rank, own in enumerate(variables)
+            cluster.run(rank // 2, command, own | environment(), **pipes)
+            for rank, own in enumerate(variables)
         ]
         texts = [doctor.communicate(timeout=PATIENCE)[0] for doctor in doctors]
     for rank, text in enumerate(texts):

@@ -133,7 +133,9 @@ def test_join_ends_when_another_rank_dies_and_later_operations_name_themselves()
             print(error)
     """
     first, _ = run_ranks(program, 2, env=PATIENT)
-    for name, line in zip(("join", "allreduce.first", "allreduce.second"), first.stdout.splitlines(), strict=True):
+    for name, line in zip(
+        ("join", "allreduce.first", "allreduce.second"), first.stdout.splitlines(), strict=True
+    ):
         assert name in line and "rank 1 died" in line
 
 

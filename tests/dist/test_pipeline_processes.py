@@ -1,10 +1,7 @@
 """Runs the cases of programs/pipeline_*.py; and processes that end or hang."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +9,8 @@ import torch
 
 from dnn_bench.models import build
 from dnn_bench.pipeline import cli
-from tests.support.commands import run_module
 from tests.support.cases import PROGRAMS, check, parameters
+from tests.support.commands import run_module
 from tests.support.launch import PATIENCE, run_ranks, start_ranks
 from tests.support.rounding import rounding
 

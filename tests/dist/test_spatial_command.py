@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +47,9 @@ def losses(text: str, tmp_path: Path, before: list[str] | None = None) -> list[f
 )
 def test_tiles_and_a_stage_under_mpirun_are_one_process(tmp_path: Path, model: str, tiles: int) -> None:
     alone = losses(f"--model {model} --mode lp --split-size 1", tmp_path)
-    text = f"--model {model} --num-spatial-parts {tiles} --slice-method vertical --split-size 2 --spatial-size 1"
+    text = (
+        f"--model {model} --num-spatial-parts {tiles} --slice-method vertical --split-size 2 --spatial-size 1"
+    )
     assert losses(text, tmp_path, launcher_command("mpirun", tiles + 1)) == pytest.approx(alone, rel=1e-4)
 
 

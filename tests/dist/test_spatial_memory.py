@@ -81,7 +81,11 @@ def train_within_a_limit() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(
-        conv_norm_relu(3, 8, 3, 2), conv_norm_relu(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
+        conv_norm_relu(3, 8, 3, 2),
+        conv_norm_relu(8, 8, 3),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 3),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tiles = dist.get_world_size()
@@ -182,7 +186,12 @@ def test_an_image_too_large_for_one_process(size: int, blocks: int, limit: int, 
     """Patches of the result, also across borders of tiles and blocks, are those of the image around them."""
     path, out, halo = tmp_path / "image.npy", tmp_path / "out.npy", 64
     image = np.lib.format.open_memmap(path, "w+", np.uint8, (size, size))  # sparse: zeros take no space
-    places = [(0, 0), (size // 2 - 100, size // 2 - 100), (size // 4 - 80, size - 256), (size - 256, size // 8)]
+    places = [
+        (0, 0),
+        (size // 2 - 100, size // 2 - 100),
+        (size // 4 - 80, size - 256),
+        (size - 256, size // 8),
+    ]
     for row, column in places:
         patch = np.random.default_rng(row + column).integers(0, 256, (256, 256), np.uint8)
         image[row : row + 256, column : column + 256] = patch

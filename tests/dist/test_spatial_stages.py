@@ -11,9 +11,7 @@ from tests.support.launch import run_ranks
 from tests.support.spatial_stages import CELLS, GRIDS, Case, with_a_pipeline, with_everything, with_replicas
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-on_every_grid = pytest.mark.parametrize(
-    "grid", GRIDS, ids=lambda grid: f"{grid[0]}x{grid[1]}"
-)
+on_every_grid = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid[0]}x{grid[1]}")
 
 
 def run_cases() -> None:

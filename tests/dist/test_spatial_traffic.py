@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -11,8 +9,8 @@ import pytest
 
 from dnn_bench.cluster import Cluster
 from tests.support.launch import PATIENCE, ROOT, run_ranks
-from tests.support.spatial_traffic import COUNTED, events, program, violations
 from tests.support.needs import needs, needs_root
+from tests.support.spatial_traffic import COUNTED, events, program, violations
 
 pytestmark = pytest.mark.dist
 RANKS = 2

@@ -29,6 +29,27 @@ def loss_of(step: int, scale: float = 1.0) -> Callable[[nn.Module, int], torch.T
     return lambda model, rank: model(samples(model, rank, step)).square().mean() * scale
 
 
+class Odd(nn.Module):
+    """Odd sizes, a scalar, an empty parameter, three dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 37)
+        self.brief = nn.Linear(37, 5).to(torch.bfloat16)
+        self.wide = nn.Linear(37, 11, bias=False).double()
+        self.scalar = nn.Parameter(torch.tensor(0.7))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.last = nn.Linear(16, 1)
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.first(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.hidden(x) * self.scalar + self.empty.sum()
+        wide = self.wide(x.double()).float()
+        return self.last(torch.cat([self.brief(x.bfloat16()).float(), wide], 1))
+
+
 class Branches(nn.Module):
     """Uses the branches that it is told to, in that order."""
 
@@ -70,6 +91,10 @@ def words64() -> nn.Module:
 def words_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     words = torch.randint(30, (5 + rank,), generator=torch.Generator().manual_seed(10 * step + rank))
     return F.cross_entropy(model(words), words.roll(1))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
 def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -10,37 +10,13 @@ import torch
 from torch import nn
 
 import commsched as hvd
+from commsched.collectives.private_groups import hosts_of
 from commsched.pipeline import Pipeline
 from tests.support.cases import Me
-from tests.support.oracle import assert_same_bits, batch, seeded
-from tests.support.pipeline_runs import loss_of
-from tests.support.small_models import mlp
+from tests.support.oracle import assert_close, assert_same_bits, batch, fingerprint, seeded, terms_of
+from tests.support.pipeline_runs import loss_of as stage_loss
+from tests.support.small_models import Odd, loss_of, mlp, mlp64, sgd
 from tests.support.two_tiers import TierOracle, tier_sum
-
-
-class Mixed(nn.Module):
-    """Odd sizes, an empty parameter, three dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(12, 37)
-        self.brief = nn.Linear(37, 5).to(torch.bfloat16)
-        self.wide = nn.Linear(37, 11, bias=False).double()
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.last = nn.Linear(16, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.first(x)) + self.empty.sum()
-        wide = self.wide(x.double()).float()
-        return self.last(torch.cat([self.brief(x.bfloat16()).float(), wide], 1))
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
-
-
-def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    return model(batch(rank, step, dtype=next(model.parameters()).dtype)).square().mean()
 
 
 def expected(
@@ -50,7 +26,7 @@ def expected(
     oracle = TierOracle(model, sgd(model), me.size)
     oracle.wire = wire
     for step in range(steps):
-        oracle.step(lambda m, rank, step=step: loss(m, rank, step))
+        oracle.step(loss_of(step))
     return model
 
 
@@ -60,12 +36,36 @@ def trained(me: Me, build: Callable[[], nn.Module], steps: int, carrier: str, **
     optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
     assert hvd.explain(optimizer, show=False).transport == carrier
     for step in range(steps):
-        loss(model, me.rank, step).backward()
+        loss_of(step)(model, me.rank).backward()
         optimizer.step()
         optimizer.zero_grad()
     optimizer.state_dict()
     optimizer.close()
     return model
+
+
+# -- what holds on one host as between hosts -----------------------------------------------------------------
+
+
+def check_schedules(me: Me) -> None:
+    for schedule, steps in (("auto", 14), ("dear", 6), ("wfbp", 6), ("optimal", 6)):
+        truth = expected(me, Odd, steps)
+        assert_same_bits(trained(me, Odd, steps, "tiers", schedule=schedule), truth, schedule)
+
+
+def check_bucket_sizes(me: Me, **options: Any) -> None:
+    truth = expected(me, Odd, 6)
+    for size in (1e-5, 1e-3, 100):
+        model = trained(me, Odd, 6, "tiers", schedule="dear", bucket_mb=size, **options)
+        assert_same_bits(model, truth, f"buckets of {size} MB")
+
+
+def check_gathered_parameters(me: Me) -> None:
+    truth = expected(me, mlp64, 8)
+    for early in (False, True):
+        model = trained(me, mlp64, 8, "tiers", schedule="dear", gather="parameters", early_step=early)
+        assert_close(model, truth, terms_of(truth, 8))
+        assert len(set(me.everybody(fingerprint(model)))) == 1
 
 
 class Table(nn.Module):
@@ -137,7 +137,7 @@ def rows_of(size: int) -> Rows:
 def of_replicas(me: Me, data: Rows, **options: Any) -> nn.Module:
     """A model after these steps as one stage with a replica on every rank."""
     model = seeded(mlp)
-    options = {"loss": loss_of, "optimizer": adam, "bucket_bytes": 2000, **options}
+    options = {"loss": stage_loss, "optimizer": adam, "bucket_bytes": 2000, **options}
     pipeline = Pipeline(copy.deepcopy(model), "1f1b", 1, (1, me.size), **options)
     for each in data:
         pipeline.step(each)
@@ -154,9 +154,16 @@ def in_one_process(data: Rows, hosts: Sequence[int], wire: torch.dtype | None = 
         parts = []
         for x, y in zip(inputs.chunk(len(hosts)), targets.chunk(len(hosts)), strict=True):
             optimizer.zero_grad()
-            (loss_of(model(x), y) * (len(x) / len(inputs))).backward()
+            (stage_loss(model(x), y) * (len(x) / len(inputs))).backward()
             parts.append([parameter.grad for parameter in model.parameters()])
         for parameter, *grads in zip(model.parameters(), *parts, strict=True):
             parameter.grad = tier_sum([grad for grad in grads if grad is not None], hosts, wire)
         optimizer.step()
     return model
+
+
+def check_replicas(me: Me) -> None:
+    data = rows_of(me.size)
+    for compression, wire in ((hvd.Compression.none, None), (hvd.Compression.bf16, torch.bfloat16)):
+        truth = in_one_process(data, hosts_of(), wire)
+        assert_same_bits(of_replicas(me, data, compression=compression), truth, f"{wire}")

@@ -111,7 +111,9 @@ def shards_are_refused(folder: Path) -> None:
         commsched.save({"model": model}, folder)
     assert commsched.load({}, folder) == {"epoch": 1}
     flat = FullyShardedDataParallel(nn.Linear(4, 2), device_id=torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"^optimizer cannot be saved: .* save FullyShardedDataParallel.optim_s"):
+    with pytest.raises(
+        ValueError, match=r"^optimizer cannot be saved: .* save FullyShardedDataParallel.optim_s"
+    ):
         commsched.save({"optimizer": torch.optim.Adam(flat.parameters())}, folder)
 
 
@@ -258,7 +260,9 @@ def a_folder_that_rank_1_cannot_read(folder: Path) -> None:
         checkpoint.os = recorded = RecordedOs()  # type: ignore[attr-defined]
         recorded.refused = {str(folder.resolve()): errno.EACCES}
     for act in (lambda: commsched.load({}, folder), lambda: commsched.save({"epoch": 2}, folder)):
-        with pytest.raises(CheckpointError, match=f"^rank 1 cannot read {folder.resolve()}: Permission denied"):
+        with pytest.raises(
+            CheckpointError, match=f"^rank 1 cannot read {folder.resolve()}: Permission denied"
+        ):
             act()
     checkpoint.os = os  # type: ignore[attr-defined]
     assert commsched.load({}, folder) == {"epoch": 1}
@@ -268,7 +272,9 @@ def an_own_state_that_rank_1_cannot_read(folder: Path) -> None:
     """Only rank 1 reads it: rank 1 raised alone."""
     with torch.serialization.safe_globals([Unknown] if commsched.rank() == 1 else []):
         commsched.save({"own": Own(Unknown() if commsched.rank() == 1 else 0)}, folder).wait()
-    with pytest.raises(CheckpointError, match=r"^rank 1 cannot load rank-1.own of .*__1_0.distcp: Unpickling"):
+    with pytest.raises(
+        CheckpointError, match=r"^rank 1 cannot load rank-1.own of .*__1_0.distcp: Unpickling"
+    ):
         commsched.load({"own": Own(None)}, folder)
 
 

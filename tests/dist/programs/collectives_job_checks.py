@@ -109,7 +109,11 @@ def check_objects_and_parameters():
         sums = hvd.allgather_object([p.sum().item() for p in model.parameters()])
         assert sums == [sums[0]] * size, sums
     raises(ValueError, lambda: hvd.broadcast_parameters(3, 0), "dict")
-    raises(ValueError, lambda: hvd.broadcast_parameters({"epoch": 3}, 0), "'epoch' is a int; use broadcast_object")
+    raises(
+        ValueError,
+        lambda: hvd.broadcast_parameters({"epoch": 3}, 0),
+        "'epoch' is a int; use broadcast_object",
+    )
 
 
 def check_optimizer_state():
@@ -188,7 +192,9 @@ def check_sync_batch_norm():
     assert torch.allclose(sync.eval()(mine), plain.eval()(whole).split(rows)[rank])
     if rank == 0:  # alone: evaluation is plain batch normalisation
         without = hvd.SyncBatchNorm(3, track_running_stats=False).double().eval()
-        assert torch.allclose(without(mine), torch.nn.BatchNorm1d(3, track_running_stats=False).double()(mine))
+        assert torch.allclose(
+            without(mine), torch.nn.BatchNorm1d(3, track_running_stats=False).double()(mine)
+        )
     (first,) = torch.autograd.grad(sync.train()(mine).square().sum(), mine, create_graph=True)
     if size > 1:
         raises(RuntimeError, lambda: first.sum().backward(), "once_differentiable")

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import commsched as hvd
-from commsched.backends.cuda import Device, StreamBackend, StreamBucket, StreamSchedule
+from commsched.backends.cuda import Device, StreamBackend, StreamSchedule
 from commsched.backends.nccl import Exchange, exchange_for
-from commsched.backends.ranks import Ranks
 from commsched.collectives.private_groups import private_group
-from commsched.env import settings
 from scheduler.ir.buckets import fuse_by_bytes
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
@@ -28,8 +23,8 @@ from scheduler.policies import plan
 from tests.support.cases import Me, case, main
 from tests.support.device_waits import NoQuestions
 from tests.support.oracle import assert_close, release, seeded
-from tests.support.reference_run import MakeOptimizer, Twin, momentum, some_profile
 from tests.support.races import Races, WatchedDevice
+from tests.support.reference_run import MakeOptimizer, Twin, momentum, some_profile
 from tests.support.small_models import loss_of
 from tests.support.stream_device import GroupOnPaper
 
@@ -103,7 +98,9 @@ def clipped(me: Me, build: Any, make: MakeOptimizer, norm: float = 2.0) -> Twin:
     elements = sum(p.numel() for p in twin.plain.parameters())
     for step in range(4):
         twin.backward(loss(step))
-        theirs = nn.utils.get_total_norm([p.grad for p in twin.plain.parameters() if p.grad is not None], norm)
+        theirs = nn.utils.get_total_norm(
+            [p.grad for p in twin.plain.parameters() if p.grad is not None], norm
+        )
         with NoQuestions():
             total = twin.optimizer.clip_grad_norm_(0.01, norm)
             twin.optimizer.step()
@@ -164,7 +161,9 @@ def clipped_twice_and_read_before_the_step(me: Me) -> None:
         twin.backward(loss(step))
         for bound in (0.1, 0.01):
             theirs = nn.utils.clip_grad_norm_(twin.plain.parameters(), bound)
-            assert_close([twin.optimizer.clip_grad_norm_(bound)], [theirs], twin.terms, f"norm before {bound}")
+            assert_close(
+                [twin.optimizer.clip_grad_norm_(bound)], [theirs], twin.terms, f"norm before {bound}"
+            )
         if step:
             twin.optimizer.synchronize()
             grads = [[p.grad for p in m.parameters() if p.grad is not None] for m in (twin.model, twin.plain)]

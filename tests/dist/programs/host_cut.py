@@ -16,8 +16,8 @@ import torch
 import comm_core
 import commsched as hvd
 from commsched import spatial
-from commsched.env import settings
 from commsched.collectives.private_groups import data_channel
+from commsched.env import settings
 from commsched.pipeline.messages import ProcessFabric
 from tests.support.reference_run import some_profile
 

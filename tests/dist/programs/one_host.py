@@ -15,20 +15,11 @@ from comm_core import boards
 from commsched.collectives.private_groups import hosts_of
 from commsched.env import settings
 from scheduler.ir.link import TwoTierLink
+from tests.support import tier_training
 from tests.support.cases import Me, case, main
-from tests.support.oracle import assert_close, assert_same_bits, fingerprint, seeded, terms_of
-from tests.support.small_models import mlp, mlp64
-from tests.support.tier_training import (
-    Mixed,
-    check_touched_rows,
-    expected,
-    in_one_process,
-    loss,
-    of_replicas,
-    rows_of,
-    sgd,
-    trained,
-)
+from tests.support.oracle import assert_same_bits, seeded
+from tests.support.small_models import loss_of, mlp, sgd
+from tests.support.tier_training import expected, of_replicas, rows_of, trained
 
 
 @contextmanager
@@ -72,17 +63,12 @@ def shared_memory_is_one_link(me: Me) -> None:
 
 @case(ranks=(2, 4))
 def every_schedule_gives_the_bits_of_rank_order(me: Me) -> None:
-    for schedule, steps in (("auto", 14), ("dear", 6), ("wfbp", 6), ("optimal", 6)):
-        truth = expected(me, Mixed, steps)
-        assert_same_bits(trained(me, Mixed, steps, "tiers", schedule=schedule), truth, schedule)
+    tier_training.check_schedules(me)
 
 
 @case(ranks=(2, 4))
 def every_bucket_size_gives_the_bits_of_rank_order(me: Me) -> None:
-    truth = expected(me, Mixed, 6)
-    for size in (1e-5, 1e-3, 100):
-        options = {"schedule": "dear", "bucket_mb": size}
-        assert_same_bits(trained(me, Mixed, 6, "tiers", **options), truth, f"buckets of {size} MB")
+    tier_training.check_bucket_sizes(me)
 
 
 @case(ranks=(2, 4))
@@ -98,16 +84,12 @@ def compressed_gradients_have_the_bits_of_the_direct_exchange(me: Me) -> None:
 
 @case(ranks=(2, 4))
 def gathered_parameters_are_equal_everywhere(me: Me) -> None:
-    truth = expected(me, mlp64, 8)
-    for early in (False, True):
-        model = trained(me, mlp64, 8, "tiers", schedule="dear", gather="parameters", early_step=early)
-        assert_close(model, truth, terms_of(truth, 8))
-        assert len(set(me.everybody(fingerprint(model)))) == 1
+    tier_training.check_gathered_parameters(me)
 
 
 @case(ranks=(2, 4))
 def touched_rows_have_the_bits_of_rank_order(me: Me) -> None:
-    check_touched_rows(me)
+    tier_training.check_touched_rows(me)
 
 
 @case(ranks=(4,))
@@ -122,11 +104,11 @@ def process_sets_share_memory(me: Me) -> None:
         assert hvd.explain(optimizer, show=False).transport == "tiers"
         plain = sgd(truth)
         for step in range(4):
-            loss(model, me.rank, step).backward()
+            loss_of(step)(model, me.rank).backward()
             optimizer.step()
             optimizer.zero_grad()
             first, second = (
-                torch.autograd.grad(loss(truth, rank, step), list(truth.parameters()))
+                torch.autograd.grad(loss_of(step)(truth, rank), list(truth.parameters()))
                 for rank in pair.ranks or ()
             )
             for parameter, one, other in zip(truth.parameters(), first, second, strict=True):
@@ -139,10 +121,8 @@ def process_sets_share_memory(me: Me) -> None:
 
 @case(ranks=(2, 4))
 def replicas_of_a_stage_add_in_rank_order(me: Me) -> None:
+    tier_training.check_replicas(me)
     data = rows_of(me.size)
-    for compression, wire in ((hvd.Compression.none, None), (hvd.Compression.bf16, torch.bfloat16)):
-        truth = in_one_process(data, hosts_of(), wire)
-        assert_same_bits(of_replicas(me, data, compression=compression), truth, f"{wire}")
     blocks = of_replicas(me, data, compression=hvd.Compression.int8)
     with transport("direct"):
         assert_same_bits(of_replicas(me, data, compression=hvd.Compression.int8), blocks)

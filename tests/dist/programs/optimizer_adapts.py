@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import commsched as hvd
 from commsched.backends import cpu, interface
 from commsched.collectives import operations
-from commsched.optimizer import measuring, planner, round as rounds
+from commsched.optimizer import measuring, planner
+from commsched.optimizer import round as rounds
 from commsched.optimizer.session import SAMPLES, WARM_UP, Session
 from scheduler.ir.profile import Profile
 from tests.support.cases import Me, case, main
@@ -307,9 +308,7 @@ class Twice(nn.Module):
 @case(ranks=(2, 3))
 def ranks_that_read_late_gradients_and_those_that_agree_do_not_wait_for_each_other(me: Me) -> None:
     """Rank 0 reads gradients of which a part came late, which all ranks reduce together, while the others agree."""
-    twin = Twin(
-        me, lambda: Twice().double(), schedule="auto", planned=False, bucket_mb=0.0001, lag=0.0
-    )
+    twin = Twin(me, lambda: Twice().double(), schedule="auto", planned=False, bucket_mb=0.0001, lag=0.0)
     session = twin.optimizer._session
     session._repeats = 0
     if me.rank > 0:
@@ -317,9 +316,7 @@ def ranks_that_read_late_gradients_and_those_that_agree_do_not_wait_for_each_oth
 
     def train(late: bool) -> None:
         step = twin.steps
-        twin.backward(
-            lambda m, rank: m(batch(rank, step).double(), late and rank == 0).square().mean()
-        )
+        twin.backward(lambda m, rank: m(batch(rank, step).double(), late and rank == 0).square().mean())
         if late and me.rank == 0:
             assert twin.model.layers[0].weight.grad.any()
         twin.update()
@@ -360,7 +357,9 @@ def a_searched_plan_that_is_slower_than_ddps_way_gives_way_to_it(me: Me) -> None
                 assert len(seen) < 60, "no plan was found the fastest"
             told = hvd.explain(twin.optimizer, show=False)
             assert [number for number, _ in groupby([*seen, len(told.buckets)])] == turns, (seen, told.trial)
-            assert [seconds for _, seconds in told.tried] == approx([3 * pauses[n] for n in (1, 2, 3)], rel=0.01)
+            assert [seconds for _, seconds in told.tried] == approx(
+                [3 * pauses[n] for n in (1, 2, 3)], rel=0.01
+            )
             used = "3 all-reduces of up to 0.00 MiB" if turns[-1] == 3 else "the searched plan"
             assert told.trial.endswith(f": {used} is used") and told.trial in str(told), told.trial
             assert me.everybody(f"{seen} {told.hash}") == [f"{seen} {told.hash}"] * me.size

@@ -59,7 +59,9 @@ def other_settings_are_named(me: Me) -> None:
         text = told(me, model, optimizer)
         others = "rank 0" if me.size == 2 else "ranks 0, 2"
         assert f"lr of group 0 (that of 0.weight) is 0.1 on {others} and 0.125 on rank 1" in text, text
-        assert f"weight_decay of group 1 (that of 2.weight) is 0.0 on {others} and 0.25 on rank 1" in text, text
+        assert f"weight_decay of group 1 (that of 2.weight) is 0.0 on {others} and 0.25 on rank 1" in text, (
+            text
+        )
         assert "same arguments on every rank" in text and "COMMSCHED_COMPARE_EVERY=0" in text, text
         for group in optimizer.param_groups:
             group.update(lr=0.1, weight_decay=0.0)
@@ -194,7 +196,9 @@ def parameters_that_drift_apart_give_one_warning(me: Me) -> None:
     texts = [str(one.message) for one in seen if "drifted" in str(one.message)]
     assert len(texts) == (me.rank == 0), texts
     for text in texts:
-        assert "2.bias" in text and "on rank 1 than on rank 0" in text and "broadcast_parameters" in text, text
+        assert "2.bias" in text and "on rank 1 than on rank 0" in text and "broadcast_parameters" in text, (
+            text
+        )
     release(optimizer)
 
 

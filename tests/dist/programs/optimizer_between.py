@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from tests.support.small_models import loss_of, mlp, mlp64
 from tests.support.cases import Me, case, main
 from tests.support.oracle import assert_same_bits, batch, release, values
 from tests.support.reference_run import Twin, comparing
+from tests.support.small_models import loss_of, mlp, mlp64
 
 
 def as_tensors(thing: Any) -> list[torch.Tensor]:

@@ -13,9 +13,8 @@ import commsched as hvd
 from scheduler import policies
 from scheduler.ir.buckets import fuse_by_bytes
 from scheduler.ir.link import Link
-from scheduler.policies import plan
 from scheduler.ir.profile import Layer, Profile
-from tests.support.small_models import loss_of, mlp, mlp64
+from scheduler.policies import plan
 from tests.support.cases import Me, case, main
 from tests.support.oracle import (
     Oracle,
@@ -27,30 +26,9 @@ from tests.support.oracle import (
     seeded,
     terms_of,
 )
+from tests.support.small_models import Odd, loss_of, mlp, mlp64, sgd
 
 POLICIES = ("auto", *policies.names())
-
-
-class Odd(nn.Module):
-    """Odd sizes, a scalar, an empty parameter, three dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(12, 37)
-        self.brief = nn.Linear(37, 5).to(torch.bfloat16)
-        self.wide = nn.Linear(37, 11, bias=False).double()
-        self.scalar = nn.Parameter(torch.tensor(0.7))
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.last = nn.Linear(16, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.first(x)) * self.scalar + self.empty.sum()
-        wide = self.wide(x.double()).float()
-        return self.last(torch.cat([self.brief(x.bfloat16()).float(), wide], 1))
-
-
-def odd_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    return model(batch(rank, step)).square().mean()
 
 
 def loss_at(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -58,7 +36,7 @@ def loss_at(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def train(
-    me: Me, model: nn.Module, optimizer: Any, steps: int, loss: Any = odd_loss, shake: bool = True
+    me: Me, model: nn.Module, optimizer: Any, steps: int, loss: Any = loss_at, shake: bool = True
 ) -> nn.Module:
     if shake:
         me.shake(model)
@@ -70,11 +48,7 @@ def train(
     return model
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
-
-
-def oracle_of(me: Me, make: Any, steps: int, build: Any = Odd, loss: Any = odd_loss) -> nn.Module:
+def oracle_of(me: Me, make: Any, steps: int, build: Any = Odd, loss: Any = loss_at) -> nn.Module:
     model = seeded(build)
     oracle = Oracle(model, make(model), me.size)
     for step in range(steps):

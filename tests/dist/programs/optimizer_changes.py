@@ -21,10 +21,19 @@ from torch.utils.checkpoint import checkpoint
 import commsched as hvd
 from commsched.env import settings
 from commsched.optimizer.round import _counted_in
-from tests.support.small_models import Branches, branches64, loss_of, mlp, mlp64, samples, using
 from tests.support.cases import Me, case, main
-from tests.support.oracle import Oracle, assert_close, assert_same_bits, batch, fingerprint, release, seeded, terms_of
+from tests.support.oracle import (
+    Oracle,
+    assert_close,
+    assert_same_bits,
+    batch,
+    fingerprint,
+    release,
+    seeded,
+    terms_of,
+)
 from tests.support.reference_run import Twin, momentum
+from tests.support.small_models import Branches, branches64, loss_of, mlp, mlp64, samples, using
 
 
 @case()
@@ -457,9 +466,7 @@ def a_rank_without_data_may_do_something_else_first(me: Me) -> None:
                 twin.both(lambda model: model.branch[1].requires_grad_(True))
             idle = me.size - 1 if step in (2, 3) else None
             twin.backward(
-                lambda model, rank, step=step, idle=idle: (
-                    None if rank == idle else using(step)(model, rank)
-                )
+                lambda model, rank, step=step, idle=idle: None if rank == idle else using(step)(model, rank)
             )
             assert float(hvd.allreduce(torch.ones(1), name=f"{gather} {step}")) == 1.0
             twin.update()
@@ -703,7 +710,11 @@ def state_on_shards_is_changed_by_no_accident(me: Me) -> None:
     for step in range(3):
         twin.step(using(step))
     state = twin.optimizer.state
-    for change in (state.clear, lambda: state.pop(twin.model.head.weight), lambda: state[twin.model.head.weight]):
+    for change in (
+        state.clear,
+        lambda: state.pop(twin.model.head.weight),
+        lambda: state[twin.model.head.weight],
+    ):
         with pytest.raises(ValueError, match="load_state_dict"):
             change()
     with pytest.raises(ValueError, match="load_state_dict"):

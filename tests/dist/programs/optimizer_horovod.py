@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import commsched as hvd
 from commsched.integrations import UnscalesReduced, reduce_before_step
-from tests.support.small_models import loss_of, mlp, mlp64, plain_sgd, words64, words_loss
 from tests.support.cases import Me, case, main
 from tests.support.oracle import Oracle, assert_close, assert_same_bits, batch, release, seeded, terms_of
 from tests.support.reference_run import Twin, momentum, some_profile
+from tests.support.small_models import loss_of, mlp, mlp64, plain_sgd, words64, words_loss
 
 
 @case()

@@ -582,7 +582,11 @@ def layers_are_unfrozen_while_ranks_have_joined(me: Me) -> None:
         return torch.optim.SGD(model.parameters(), lr=0.05)
 
     batches = [2] + [9] * (me.size - 1)
-    for gather, build, draw in ((GATHERS[0], mlp64, rows), (GATHERS[1], mlp64, rows), (GATHERS[0], words64, words)):
+    for gather, build, draw in (
+        (GATHERS[0], mlp64, rows),
+        (GATHERS[1], mlp64, rows),
+        (GATHERS[0], words64, words),
+    ):
         pair = Pair(build, all_but_the_last, planned=False, gather=gather)
         for step in range(max(batches)):
             everybody = [draw(rank, step) for rank in range(me.size) if step < batches[rank]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import commsched as hvd
-from tests.support.small_models import Branches, branches64, using
 from tests.support.cases import Me, case, main
 from tests.support.oracle import assert_close, assert_same_bits, batch, release, seeded
 from tests.support.reference_run import Twin, momentum
+from tests.support.small_models import Branches, branches64, using
 
 
 @case(slow=(4,))

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import commsched as hvd
-from commsched.optimizer.planner import BLOCK, travels_quantised
 from commsched.optimizer.gradient import RESIDUAL
+from commsched.optimizer.planner import BLOCK, travels_quantised
 from commsched.optimizer.sharded_step import memory_order
 from tests.support.cases import Me, main
 from tests.support.oracle import assert_close, batch, fingerprint, release, seeded
@@ -53,7 +53,9 @@ def two_optimizers_with_a_rank_without_data(me: Me, code: str) -> None:
     ]
     for step in range(14):
         if me.rank == 0 or step < 1:
-            (loss_of(step)(first, me.rank) + loss_of(step)(second, me.rank)).backward()  # the second comes first
+            (
+                loss_of(step)(first, me.rank) + loss_of(step)(second, me.rank)
+            ).backward()  # the second comes first
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -111,7 +113,9 @@ def the_state_holds_what_is_lacking(me: Me, code: str) -> None:
         for i in saved["state"]:
             assert saved["state"][i].keys() == again["state"][i].keys()
             if RESIDUAL in saved["state"][i]:
-                assert_close([again["state"][i][RESIDUAL]], [saved["state"][i][RESIDUAL]], 4, f"residual {i}", 1e-9)
+                assert_close(
+                    [again["state"][i][RESIDUAL]], [saved["state"][i][RESIDUAL]], 4, f"residual {i}", 1e-9
+                )
         for entries in saved["state"].values():
             entries.pop(RESIDUAL, None)
         other.optimizer.load_state_dict(saved)  # what plain PyTorch saves
@@ -232,7 +236,9 @@ def an_overflow_is_seen_on_all_ranks_and_leaves_no_trace(me: Me, code: str) -> N
 @case_of_each_code(ranks=(2, 3))
 def messages_have_a_quarter_of_the_bytes(me: Me, code: str) -> None:
     def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(12, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 40))
+        return nn.Sequential(
+            nn.Linear(12, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 40)
+        )
 
     twin = quantised(me, code, build, bucket_mb=0.5, lag=0.0)
     for step in range(8):
@@ -253,7 +259,9 @@ def what_is_refused(me: Me, code: str) -> None:
     def refused(model: nn.Module | None = None, **options: Any) -> str:
         model = model or Wide()
         try:
-            hvd.DistributedOptimizer(momentum(model), model.named_parameters(), **{"compression": COMPRESSIONS[code], **options})
+            hvd.DistributedOptimizer(
+                momentum(model), model.named_parameters(), **{"compression": COMPRESSIONS[code], **options}
+            )
         except (ValueError, hvd.CommError) as error:
             return str(error)
         raise AssertionError("accepted")

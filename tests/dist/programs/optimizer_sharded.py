@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import commsched as hvd
-from tests.support.small_models import branches64, loss_of, mlp, mlp64, samples, using
 from tests.support.cases import Me, case, main
 from tests.support.oracle import assert_close, assert_same_bits, batch, release, seeded, values
 from tests.support.reference_run import Twin, momentum
+from tests.support.small_models import Odd, branches64, loss_of, mlp, mlp64, samples, using
 
 
 def sharded(me: Me, build: Callable[[], nn.Module] = mlp64, make: Any = momentum, **options: Any) -> Twin:
@@ -112,7 +112,11 @@ def a_released_optimizer_has_the_whole_state(me: Me) -> None:
         if me.rank == 0:  # alone: nothing is gathered any more
             states = twin.optimizer.state_dict()["state"], twin.oracle.optimizer.state_dict()["state"]
             shapes = [
-                {(i, key): getattr(value, "shape", None) for i, own in s.items() for key, value in own.items()}
+                {
+                    (i, key): getattr(value, "shape", None)
+                    for i, own in s.items()
+                    for key, value in own.items()
+                }
                 for s in states
             ]
             assert shapes[0] == shapes[1], shapes
@@ -170,29 +174,21 @@ def every_policy_on_shards(me: Me) -> None:
                 release(twin.optimizer)
 
 
-class Odd(nn.Module):
-    """Odd sizes, a scalar, an empty parameter, three dtypes, a transposed weight."""
+class Turned(Odd):
+    """A transposed weight, too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(12, 37)
-        self.brief = nn.Linear(37, 5).to(torch.bfloat16)
-        self.wide = nn.Linear(37, 11, bias=False).double()
-        self.scalar = nn.Parameter(torch.tensor(0.7))
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.last = nn.Linear(16, 1)
         self.turned = nn.Parameter(torch.randn(37, 37).mul(0.1).t())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.first(x)) @ self.turned * self.scalar + self.empty.sum()
-        wide = self.wide(x.double()).float()
-        return self.last(torch.cat([self.brief(x.bfloat16()).float(), wide], 1))
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        return super().hidden(x) @ self.turned
 
 
 @case(ranks=(2, 3, 4))
 def odd_models_on_shards(me: Me) -> None:
     for early in (False, True):
-        twin = sharded(me, Odd, early_step=early)
+        twin = sharded(me, Turned, early_step=early)
         for step in range(6):
             twin.step(loss_of(step))
             twin.compare_update(f"step {step}, early_step={early}")
@@ -334,9 +330,7 @@ def unused_parameters_on_shards(me: Me) -> None:
         twin = sharded(me, branches64, early_step=early)
         for step in range(8):
             twin.step(
-                lambda m, rank, step=step: (
-                    using(step, *((0,) if step % 2 else ((rank + step) % 3,)))(m, rank)
-                )
+                lambda m, rank, step=step: using(step, *((0,) if step % 2 else ((rank + step) % 3,)))(m, rank)
             )
             twin.compare(f"step {step}, early_step={early}", exact=False)
         release(twin.optimizer)
@@ -403,7 +397,10 @@ def each_rank_keeps_its_part_of_the_state(me: Me) -> None:
         optimizer.zero_grad()
     whole = 2 * sum(p.numel() for p in model.parameters())
     here = sum(
-        t.numel() for state in optimizer._session.mode.shards.state.values() for t in state.values() if t.dim()
+        t.numel()
+        for state in optimizer._session.mode.shards.state.values()
+        for t in state.values()
+        if t.dim()
     )
     assert here < whole / me.size * 1.1, f"{here} of {whole} elements of state are on rank {me.rank}"
     release(optimizer)

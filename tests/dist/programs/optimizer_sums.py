@@ -7,8 +7,8 @@ from torch import nn
 import commsched as hvd
 from tests.support.cases import Me, case, main
 from tests.support.oracle import release
-from tests.support.small_models import loss_of, mlp, mlp64, plain_sgd, words64, words_loss
 from tests.support.reference_run import Twin
+from tests.support.small_models import loss_of, mlp, mlp64, plain_sgd, words64, words_loss
 
 
 @case()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,10 +11,10 @@ import torch
 from torch import nn
 
 import commsched as hvd
-from tests.support.small_models import loss_of, mlp, mlp64
 from tests.support.cases import Me, case, main
 from tests.support.oracle import Oracle, assert_close, assert_same_bits, batch, release, seeded
 from tests.support.reference_run import Twin, momentum, some_profile
+from tests.support.small_models import loss_of, mlp, mlp64
 
 
 @case(slow=(4,))
@@ -195,7 +194,9 @@ def stepping_after_synchronize_warns_as_horovod_does(me: Me) -> None:
             warnings.simplefilter("always")
             with twin.optimizer.skip_synchronize() if skipped else nullcontext():
                 twin.update()
-        said = ["optimizer.step() called without optimizer.skip_synchronize()" in str(w.message) for w in caught]
+        said = [
+            "optimizer.step() called without optimizer.skip_synchronize()" in str(w.message) for w in caught
+        ]
         assert said == [True] * (asked and not skipped), (asked, skipped, said)
         assert all(w.filename.endswith("reference_run.py") for w in caught), "the caller's line is told"
         twin.zero_grad()

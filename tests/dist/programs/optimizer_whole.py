@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import commsched as hvd
 from commsched.optimizer.whole_step import plain_step
-from commsched.optimizer.sharded_step import Shards
 from tests.support.cases import Me, case, main
 from tests.support.matrix_optimizers import Soapy, adafactor, matrices, muon, soapy, two_groups
 from tests.support.oracle import assert_same_bits, release, seeded, values

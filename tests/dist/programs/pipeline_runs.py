@@ -207,7 +207,11 @@ class Rows(Dataset[Any]):
 @case(ranks=(3,))
 def loaders_with_workers_read_each_ranks_rows_and_go_on_in_mid_epoch(me: Me) -> None:
     count, size, epochs = 47, 12, 2
-    for schedule, parts, mesh in (("1f1b", 2, (2, [2, 1])), ("pipedream", 1, (3, 1)), ("2bw", 3, (2, [1, 2]))):
+    for schedule, parts, mesh in (
+        ("1f1b", 2, (2, [2, 1])),
+        ("pipedream", 1, (3, 1)),
+        ("2bw", 3, (2, [1, 2])),
+    ):
         start = chain_model(mesh[0])
 
         def make() -> Pipeline:

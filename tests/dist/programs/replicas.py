@@ -20,9 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commsched as hvd
 from commsched import integrations as replicas
-from commsched.integrations import accumulating
-from commsched.integrations import Replica
-from commsched.integrations import UnclaimedGradients
+from commsched.integrations import Replica, UnclaimedGradients, accumulating
 from tests.support.cases import Me, case, main
 
 

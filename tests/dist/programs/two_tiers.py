@@ -12,20 +12,11 @@ from commsched.collectives.private_groups import hosts_of
 from scheduler.bounds import lower_bound
 from scheduler.ir.actions import Kind
 from scheduler.ir.link import Link, TwoTierLink
+from tests.support import tier_training
 from tests.support.cases import Me, case, main
 from tests.support.oracle import assert_close, assert_same_bits, fingerprint, seeded, terms_of
-from tests.support.small_models import mlp, mlp64
-from tests.support.tier_training import (
-    Mixed,
-    check_touched_rows,
-    expected,
-    in_one_process,
-    loss,
-    of_replicas,
-    rows_of,
-    sgd,
-    trained,
-)
+from tests.support.small_models import loss_of, mlp, mlp64, sgd
+from tests.support.tier_training import expected, in_one_process, of_replicas, rows_of, trained
 
 
 @case(ranks=(4,), slow=(3,))
@@ -38,17 +29,12 @@ def the_launcher_tells_the_hosts(me: Me) -> None:
 
 @case(ranks=(4,), slow=(3,))
 def every_schedule_gives_the_bits_of_sums_by_host(me: Me) -> None:
-    for schedule, steps in (("auto", 14), ("dear", 6), ("wfbp", 6), ("optimal", 6)):
-        truth = expected(me, Mixed, steps)
-        assert_same_bits(trained(me, Mixed, steps, "tiers", schedule=schedule), truth, schedule)
+    tier_training.check_schedules(me)
 
 
 @case(ranks=(4,))
 def every_bucket_size_gives_the_bits_of_sums_by_host(me: Me) -> None:
-    truth = expected(me, Mixed, 6)
-    for size in (1e-5, 1e-3, 100):
-        options = {"schedule": "dear", "bucket_mb": size, "transport": "tiers"}
-        assert_same_bits(trained(me, Mixed, 6, "tiers", **options), truth, f"buckets of {size} MB")
+    tier_training.check_bucket_sizes(me, transport="tiers")
 
 
 @case(ranks=(4,), slow=(3,))
@@ -60,11 +46,7 @@ def a_wire_type_rounds_each_hosts_sum(me: Me) -> None:
 
 @case(ranks=(4,), slow=(3,))
 def gathered_parameters_are_equal_everywhere(me: Me) -> None:
-    truth = expected(me, mlp64, 8)
-    for early in (False, True):
-        model = trained(me, mlp64, 8, "tiers", schedule="dear", gather="parameters", early_step=early)
-        assert_close(model, truth, terms_of(truth, 8))
-        assert len(set(me.everybody(fingerprint(model)))) == 1
+    tier_training.check_gathered_parameters(me)
 
 
 @case(ranks=(3,))
@@ -77,7 +59,7 @@ def a_host_of_more_ranks_owns_no_more_of_a_bucket(me: Me) -> None:
             sgd(model), model.named_parameters(), schedule="dear", gather=gather
         )
         for step in range(6):
-            loss(model, me.rank, step).backward()
+            loss_of(step)(model, me.rank).backward()
             optimizer.step()
             optimizer.zero_grad()
         for piece in optimizer._session.round.buffers.layout.slices:
@@ -132,7 +114,7 @@ def blocks_and_named_transports_are_flat(me: Me) -> None:
 
 @case(ranks=(4,), slow=(3,))
 def touched_rows_have_the_bits_of_sums_by_host(me: Me) -> None:
-    check_touched_rows(me)
+    tier_training.check_touched_rows(me)
 
 
 @case(ranks=(4,))
@@ -160,13 +142,10 @@ def a_row_leaves_its_host_once(me: Me) -> None:
 
 @case(ranks=(4,), slow=(3,))
 def replicas_of_a_stage_add_by_host(me: Me) -> None:
-    data = rows_of(me.size)
-    for compression, wire in ((hvd.Compression.none, None), (hvd.Compression.bf16, torch.bfloat16)):
-        truth = in_one_process(data, hosts_of(), wire)
-        assert_same_bits(of_replicas(me, data, compression=compression), truth, f"{wire}")
-        if wire is None:  # else rank order would pass, too
-            flat = in_one_process(data, [0] * me.size)
-            assert (fingerprint(flat) == fingerprint(truth)) == (me.size == 3)
+    tier_training.check_replicas(me)
+    data = rows_of(me.size)  # rank order would not pass, but with three ranks
+    flat, by_host = (fingerprint(in_one_process(data, hosts)) for hosts in ([0] * me.size, hosts_of()))
+    assert (flat == by_host) == (me.size == 3)
     of_replicas(me, data, compression=hvd.Compression.int8)  # blocks need the direct exchange
 
 

@@ -118,6 +118,12 @@ def test_a_share_of_the_models_own_batch(
     assert json.loads((tmp_path / "mlp_2hosts_1.json").read_text())["job"]["batch"] == batch
 
 
+@pytest.mark.parametrize("share", ["0", "-1", "inf", "nan"])
+def test_no_share_of_a_batch(share: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert suite.main(["--baseline", "ddp", "--out", str(tmp_path), "--batch", share]) != 0
+    assert f"--batch: needs a share above 0, got {share}" in capsys.readouterr().err
+
+
 def test_an_interrupted_cell_is_kept_and_measured_again(
     interrupted_after: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
