@@ -27,7 +27,6 @@ from comm_core import Waiting, ask_store, in_store_thread
 from commsched.collectives.carrier import carrier
 from commsched.collectives.job import ProcessSet, registered_id
 from commsched.collectives.operations import (
-    Average,
     Sum,
     allgather_object,
     allreduce_,
@@ -118,24 +117,27 @@ class Ranks:
     def reduce_sparse(
         self, grad: torch.Tensor | None, like: torch.Tensor, name: str, mean: bool
     ) -> torch.Tensor:
-        """Return the sum or mean of a gradient that is sparse on at least one rank."""
+        """Return the sum or mean of a gradient that is sparse on at least one rank.
+
+        A rank's rows are added up first, then the ranks', then it is scaled: the order of a dense gradient.
+        """
         if grad is None:
             grad = empty_rows(like)
-        elif not grad.is_sparse:
-            grad = grad.to_sparse(1)
+        grad = grad.coalesce() if grad.is_sparse else grad.to_sparse(1)
         if self.joined:
             rows = self.all_values((grad._indices().cpu(), grad._values().cpu()))
             indices = torch.cat([one for one, _ in rows], 1).to(like.device)
             values = torch.cat([one for _, one in rows]).to(like.device)
-            values = values / self.size if mean else values
-            return torch.sparse_coo_tensor(
+            total = torch.sparse_coo_tensor(
                 indices, values, grad.shape, device=like.device, check_invariants=False
-            ).coalesce()
-        op = Average if mean else Sum
-        handle = sparse_allreduce_async(
-            grad, name=f"commsched.{self.number}.sparse.{name}", op=op, process_set=self.process_set
-        )
-        return synchronize(handle).coalesce()
+            )
+        else:
+            name = f"commsched.{self.number}.sparse.{name}"
+            total = synchronize(sparse_allreduce_async(grad, name, op=Sum, process_set=self.process_set))
+        total = total.coalesce()
+        if mean:
+            total.values().mul_(1 / self.size)
+        return total
 
     # -- agreements that wait for nothing else ---------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commsched as hvd
 from tests.support.cases import Me, case, main
-from tests.support.oracle import fingerprint, release, seeded
+from tests.support.oracle import Oracle, assert_same_bits, fingerprint, release, seeded
 from tests.support.quantised_training import Ledger, case_of_each_code
 from tests.support.reference_run import Loss, Twin, some_profile
 
@@ -46,6 +46,30 @@ def no_zeros_travel_beside_sparse_gradients(me: Me) -> None:
         torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
     measured = hvd.metrics(optimizer)
     assert measured is not None and measured.bytes is not None and measured.bytes < 10_000
+    release(optimizer)
+
+
+@case(ranks=(2, 3))
+def their_mean_has_the_bits_of_a_dense_one(me: Me) -> None:
+    """Rows that a rank uses twice and that all ranks use; a third of each rank's values was rounded."""
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        ids = torch.randint(9, (16,), generator=torch.Generator().manual_seed(100 * step + rank))
+        return model(ids).square().mean()
+
+    model = seeded(lambda: nn.Sequential(nn.Embedding(9, 8, sparse=True), nn.Linear(8, 2)))
+    plain = seeded(lambda: nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 2)))
+    oracle = Oracle(plain, sgd(plain), me.size)
+    optimizer: Any = hvd.DistributedOptimizer(sgd(model), model=model)
+    for step in range(4):
+        oracle.backward(lambda m, rank, step=step: loss(m, rank, step))
+        loss(model, me.rank, step).backward()
+        optimizer.synchronize()
+        assert model[0].weight.grad.is_sparse
+        grads = [p.grad.to_dense() for p in model.parameters()]
+        assert_same_bits(grads, [p.grad for p in plain.parameters()], f"step {step}")
+        oracle.optimizer.zero_grad()
+        optimizer.zero_grad()
     release(optimizer)
 
 
