@@ -229,6 +229,24 @@ class WholePart(ShardView):
         self.leaf.grad = None
 
 
+class _BeforeCompiled:
+    """Calls ``first`` before each call of a compiled module, until it is removed."""
+
+    def __init__(self, module: nn.Module, first: Callable[[], None]) -> None:
+        compiled: Any = module._compiled_call_impl
+        self._module, self._compiled = module, compiled
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            first()
+            return compiled(*args, **kwargs)
+
+        module._compiled_call_impl = self._run = run
+
+    def remove(self) -> None:
+        if self._module._compiled_call_impl is self._run:
+            self._module._compiled_call_impl = self._compiled
+
+
 class Stepped(Update):
     """Steps the optimizer: on whole parameters, or on this rank's shards of those in buckets. ``parameters``:
     what the optimizer was made of, in the order of the stage's versions.
@@ -430,14 +448,20 @@ class Stepped(Update):
     def _wait_within(self) -> None:
         """Makes the forward wait for each bucket at the first module that needs it. What a module reads of
         another one (``F.linear(x, self.a.weight)``, shared weights) has no hook there: see ``prepare``.
+
+        A module that ``Module.compile`` has compiled waits outside of its code, hooks would be compiled, too.
         """
-        for module in reads(self.stage.module):
+        compiled = [module for module in self.stage.module.modules() if module._compiled_call_impl]
+        inside = {part for module in compiled for part in module.modules() if part is not module}
+        for module in dict.fromkeys([*reads(self.stage.module), *compiled]):
             mine = self._held(module)
-            if mine:
-                # Before hooks of the model that read the weights (pruning, spectral norm).
-                hook = module.register_forward_pre_hook(
-                    lambda *_, mine=mine: self._take_in(mine), prepend=True
-                )
+            if not mine or module in inside:
+                continue
+            take_in = partial(self._take_in, mine)
+            if module in compiled:
+                self._handles.append(_BeforeCompiled(module, take_in))
+            else:  # before hooks of the model that read the weights (pruning, spectral norm)
+                hook = module.register_forward_pre_hook(lambda *_, take_in=take_in: take_in(), prepend=True)
                 self._handles.append(hook)
 
     def _held(self, module: nn.Module) -> frozenset[int]:

@@ -15,9 +15,16 @@ from tests.checker.programs import Failure
 
 def run_in_processes(checker: str, cases: Sequence[Any], ranks: int) -> Iterator[tuple[Any, str]]:
     """Run programs of this checker on real ranks; yield each with how it failed."""
-    described = [[checker, case.seed] for case in cases]
-    for case, failure in zip(cases, processes.run_described(described, ranks, Path(__file__))):
-        yield case, "" if failure is None else f"rank {failure.rank}: {failure.detail}"
+    cases = list(cases)
+    while cases:
+        # Ranks of which one has stopped have not made as many pipelines: new ones would not meet.
+        stopped = (number for number, case in enumerate(cases, 1) if getattr(case, "stops", None))
+        together = cases[: next(stopped, len(cases))]
+        described = [[checker, case.seed] for case in together]
+        failures = processes.run_described(described, ranks, Path(__file__))
+        for case, failure in zip(together, failures, strict=True):
+            yield case, "" if failure is None else f"rank {failure.rank}: {failure.detail}"
+        cases = cases[len(together) :]
 
 
 def run_here(described: Any, rank: int, meet: Callable[[], None]) -> processes.Outcome:

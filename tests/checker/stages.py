@@ -105,7 +105,7 @@ class Block(nn.Module):
         elif kind in ("dropout", "checkpointed dropout"):
             self.drop = nn.Dropout(0.3)
         if kind.startswith("compiled"):
-            self.compile(backend=kind.split()[1])
+            self.compile(backend=kind.split()[1], fullgraph=kind == "compiled eager")
 
     def forward(self, x: Tensor) -> Tensor:
         kind = self.kind
@@ -299,6 +299,8 @@ def draw(seed: int) -> Case:
     inputs = "tensor" if style == "sequential" else dice.choice(["tensor", "tensor", "tuple", "dict"])
     if style == "layer drop":  # plain PyTorch would refuse some of the models that are left
         kinds = ["plain" if "place" in kind or kind == "no_grad" else kind for kind in kinds]
+        # What crosses a cut would have a gradient in some micro-batches only, which is refused.
+        kinds[0] = "checkpoint" if kinds[0] == "reentrant" else kinds[0]
     types = "float64"
     if not late and dice.random() < 0.2:
         types = dice.choice([name for name in TYPES if name != "float64"])
@@ -816,8 +818,11 @@ def without_draws(case: Case) -> Case:
 
 
 def failure(case: Case) -> str:
-    if case.size > 1:
-        case = without_draws(case)  # ranks are threads
+    if case.size > 1:  # ranks are threads
+        case = without_draws(case)
+        if case.optimizer == "adam" and any(kind in COMPILED for kind in case.kinds):
+            # torch.compiler.is_compiling() is true while any thread compiles; Adam then rounds otherwise.
+            case = replace(case, optimizer="momentum")
     try:
         return "" if is_refused(case) else differs(case, dict(enumerate(train(case))))
     except Exception as error:

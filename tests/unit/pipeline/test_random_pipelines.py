@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from commsched.pipeline import Chain
-from tests.checker.stages import Case, batches_of, draw, failure, model_of
+from tests.checker.stages import COMPILED, Case, batches_of, draw, failure, model_of
 
 PARTS, PROGRAMS = 8, 8
 
@@ -68,6 +68,11 @@ FOUND = [
     # A reentrant checkpoint refuses to compute some gradients now and others later.
     {"kinds": ("plain", "reentrant") * 2, "options": ZERO_BUBBLE},
     {"kinds": ("plain", "reentrant") * 2, "options": ZERO_BUBBLE, "style": "sequential"},
+    # The wait for new parameters was compiled into a block, a part of it twice.
+    *(
+        {"kinds": (kind,) * 4, "style": "sequential", "options": REPLICAS | {"bucket_bytes": 128}}
+        for kind in COMPILED
+    ),
 ]  # fmt: skip
 
 
