@@ -137,7 +137,7 @@ def load(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> dict[str, 
         if not reason:
             here.whole, here.known = name, set(seen)
             _mark(here.path / name)
-            others = _put(values, state, here.path / name, len(seen[name]))
+            others = _put(values, state, here.path / name, seen[name])
             if reasons and rank() == 0:  # last: a warning may be an error, and the other ranks go on
                 warnings.warn(f"generation {name} is loaded: {'; '.join(reasons)}", stacklevel=2)
             return others
@@ -669,23 +669,31 @@ def _checked(path: Path, digest: str) -> tuple[bytes, str]:
     return data, ""
 
 
-def _put(values: dict[str, Any], state: Mapping[str, Any], generation: Path, ranks: int) -> dict[str, Any]:
+def _put(values: dict[str, Any], state: Mapping[str, Any], path: Path, manifests: Any) -> dict[str, Any]:
     """Give the objects their states; return the other values."""
-    structure, own = values[_STRUCTURE], f"rank-{rank()}"
+    structure, own, ranks = values[_STRUCTURE], f"rank-{rank()}", len(manifests)
+    writer = min(rank(), ranks - 1)
+    start = f"rank-{writer}."
+    owned = [key.removeprefix(start) for key in manifests[writer]["items"] if key.startswith(start)]
+    kinds = "one value of all ranks", "a state of each rank"
     failures, rebuilt = list[str](), dict[str, Any]()
-    with _noted(failures, generation):
+    with _noted(failures, path):
         rebuilt = {name: _rebuilt(nested, values) for name, nested in structure.items()}
         for name, target in state.items():
-            if _is_own(target) and ranks != size():
+            is_own = _is_own(target)
+            fits = name in (owned if is_own else structure)
+            if fits and is_own and ranks != size():
                 refusal = (
                     f"each of {ranks} ranks has a state there, and this job has {size()}; start {ranks} ranks"
                 )
-            elif (f"{own}.{name}" not in values) if _is_own(target) else (name not in structure):
-                refusal = f"only {', '.join(map(repr, structure)) or 'nothing'} is there"
+            elif fits:
+                refusal = "" if is_own else _refusal(target, rebuilt[name])
+            elif name in (*owned, *structure):
+                refusal = f"it is {kinds[not is_own]} there, and the object here needs {kinds[is_own]}"
             else:
-                refusal = "" if _is_own(target) else _refusal(target, rebuilt[name])
+                refusal = f"only {', '.join(map(repr, (*structure, *owned))) or 'nothing'} is there"
             if refusal:
-                failures.append(f"rank {rank()} cannot load {name!r} of {generation}: {refusal}")
+                failures.append(f"rank {rank()} cannot load {name!r} of {path}: {refusal}")
     _agreed(failures, None, "commsched.load.structure", "; nothing is loaded")
     for name, target in state.items():
         if _is_own(target):

@@ -128,7 +128,8 @@ def _parse(variable: str, text: str, default: Any, most: float) -> Any:
     except ValueError:
         raise ValueError(f"{variable} must be a number, but is {text!r}") from None
     if not 0 <= value <= most or (value == 0 and isinstance(default, float)):
-        raise ValueError(f"{variable} must be positive and at most {most:.0f}, but is {text!r}")
+        least = "positive" if isinstance(default, float) else "at least 0"
+        raise ValueError(f"{variable} must be {least} and at most {most:.0f}, but is {text!r}")
     return value
 
 

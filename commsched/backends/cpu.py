@@ -21,7 +21,7 @@ import torch
 
 import comm_core
 from commsched.backends.interface import Backend, StepWork, as_real
-from commsched.backends.ranks import Ranks
+from commsched.backends.ranks import Ranks, ranks_text
 from commsched.collectives.carrier import carrier, epoch
 from commsched.collectives.job import ProcessSet, registered_id
 from commsched.collectives.operations import Sum, allgather, allreduce_, reducescatter
@@ -295,8 +295,8 @@ def tiers_between(
     """Return the exchange in two tiers between these ranks of the job, over connections between them.
 
     None where no ranks share a host, or without ``whole`` (blocks of int8 or fp8 travel) on several hosts, or
-    where no memory can be shared, with a warning that names the flat transport `name`; if ``tiers`` were
-    asked for, that raises. Collective.
+    where no memory can be shared, with a warning that names the flat transport `name`. If ``tiers`` were
+    asked for, the last two raise, on all of these ranks. Collective.
     """
     cost = _MORE_BYTES
     try:
@@ -311,6 +311,12 @@ def tiers_between(
         _tell_flat(carrier().launch.rank == ranks[0], name, cost, error)
     except comm_core.EngineError as error:
         raise CommError(str(error)) from error
+    if asked == "tiers":
+        raise ValueError(
+            f"rank {carrier().launch.rank}: transport='tiers' moves gradients of Compression.int8 and fp8"
+            f" inside one host only, and {ranks_text(ranks)} are on {number} hosts; leave transport= and"
+            " COMMSCHED_TRANSPORT out, or use transport='direct' or another compression"
+        )
     return None
 
 

@@ -154,6 +154,7 @@ def is_settled(optimizer: Any) -> bool:
 
     The first steps are measured, a plan is searched beside the next ones, then tried beside DDP's way.
     Between steps all ranks get the same answer. A step that becomes much slower or faster starts this anew.
+    While a rank has joined, no plan is tried: ranks that have not settled do not before all have joined.
     """
     session = getattr(optimizer, "_session", None)
     return session is None or session.is_settled

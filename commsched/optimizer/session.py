@@ -7,10 +7,11 @@ iterations, and each rank when the step has become so much slower or faster that
 [Note: disturbed measurements]
 Steps that communicate after their compute are slow. A series of them is timed for the first plan, after a
 drift, and for another order of the forward; never because another program had a processor meanwhile. Times
-beside the traffic then replace those, and cost nothing: always under the first plan, and again if a rank's
-compute after a plan is much shorter than it was while it was timed. One rank's vote is enough; when the ranks
-meet, each tells whether it voted for a slow series. The link stays as it was fitted; if that was wrong, DDP's
-way may be faster: see [Note: trials].
+beside the traffic then replace those, and cost nothing: always under the first plan unless its search failed,
+and again if a rank's compute after a plan is much shorter than it was while it was timed. One rank's vote is
+enough, and tells whether it is for a slow series: when the ranks know the votes, two steps later, its reason
+may have passed. The link stays as it was fitted; if that was wrong, DDP's way may be faster: see
+[Note: trials].
 
 Once a searched plan is in use, ``Trial`` times it beside DDP's way: see [Note: trials].
 
@@ -90,6 +91,7 @@ SAME = 0.02  # compute beside traffic counts as equally fast up to this relative
 TRY_AFTER = 2 * NOTICED  # timed steps of a searched plan, the first turn of its trial
 TURN = 3  # timed steps of each later turn
 STAY = 10  # steps that a frozen parameter stays in the plan; doubled whenever one comes back
+ALONE = 1 << 32  # is added to a vote for a slow series, and is more than the votes of all ranks
 _LOOK = 0.002  # seconds between two looks at what else has happened while the other ranks are awaited
 _GRACE = 5.0  # seconds that the store has to name those that have not come
 
@@ -430,15 +432,15 @@ class Session:
             reordered = self.hooks.order_changed and self.times.may_replan_at_once()
             drifted = self.times.has_drifted()
             every = self.backend.ranks.size if reordered or self._was_disturbed() else 0
-            self.round.vote = every or int(drifted)
+            self.round.vote = (every or int(drifted)) + ALONE * (reordered or drifted)
             if self._has_majority():
-                return partial(self._measure_again, reordered or drifted)
+                return self._measure_again
             elif self.trial is None and self.times.has_timed(self._try_after) and not self.why_untried:
                 return self._end_turn
         return None
 
     def _has_majority(self) -> bool:
-        return 2 * self.round.votes > self.backend.ranks.size
+        return 2 * (self.round.votes % ALONE) > self.backend.ranks.size
 
     def _nobody_joined(self) -> bool:
         """Return whether all ranks can make a new plan: the flags of the last round say so."""
@@ -478,11 +480,11 @@ class Session:
         self.round.send_at_end = True
         self._watch_next()
 
-    def _measure_again(self, alone: bool) -> None:
+    def _measure_again(self) -> None:
         """Measure what the ranks have voted for: ``alone`` if one needs that, else beside the traffic."""
         self.times.patience *= 2
         self._repeats -= 1
-        if any(self.backend.ranks.all_values(alone)):
+        if self.round.votes >= ALONE:
             self._start_measuring()
         else:
             self._measure_beside()
@@ -550,21 +552,23 @@ class Session:
         self.profile, self.trial, self._try_after = profile, None, TRY_AFTER
         plan, steps = self.planner.begin(profile, self.order, meanwhile)
         self.searches, self._steps_left = steps is not None, steps or 0
-        if plan is not None:
-            (self.install if self.searches else self._use)(plan)
+        if not self.searches:
+            self._use(plan)
+        elif plan is not None:
+            self.install(plan)
 
     def _finish_plan(self) -> None:
         self.searches, self.round.vote = False, 0
-        plan = self.planner.finish()
-        if plan is not None:
-            self._use(plan)
-        else:
-            self.times.restart()  # votes for the plan may still arrive
+        self._use(self.planner.finish())
 
-    def _use(self, plan: Plan) -> None:
+    def _use(self, plan: Plan | None) -> None:
+        """Take a plan into use; None: its search failed, and the plan in use stays."""
+        measure, self._measure_next = self._measure_next, False
+        if plan is None:
+            self.times.restart()  # votes for the plan may still arrive
+            return
         self._install_next(plan)
-        if self._measure_next:
-            self._measure_next = False
+        if measure:
             self._measure_beside()
 
     def _profile(self, rows: Sequence[Sample], source: str) -> Profile:

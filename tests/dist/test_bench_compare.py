@@ -348,6 +348,6 @@ def pairs_end_together() -> None:
 
 
 def test_pairs_of_ranks_on_two_hosts_end_an_exchange_together() -> None:
-    """Pairs that drifted apart had changing parts of the link, which made it up to a tenth slower than it is."""
+    """Pairs that drifted apart had changing parts of the link, and measured it up to a tenth too slow."""
     for result in run_ranks(pairs_end_together, 4):
         assert result.returncode == 0 and result.stdout.split()[-1] == "True", result.stderr

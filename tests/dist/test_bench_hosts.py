@@ -121,7 +121,7 @@ def test_the_doctor_draws_the_ranks_by_host() -> None:
 
 def test_one_process_sends_nothing_and_nothing_beats_the_link(rows: dict[str, Any]) -> None:
     assert rows["local"]["sent"] < 0.05 * GRADIENTS
-    # A busy machine takes longer than the link, nothing is faster. A rested link lets 256 KiB through at once.
+    # A busy machine takes longer than the link; nothing is faster. A rested link passes 256 KiB at once.
     assert rows["wire"]["time"] * RATE > 0.8 * GRADIENTS
 
 

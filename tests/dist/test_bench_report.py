@@ -123,7 +123,7 @@ class Browser:
 def started_driver(env: dict[str, str]) -> tuple[subprocess.Popen[str], int]:
     """Start chromedriver; return it and its port.
 
-    It takes a free port for IPv6, and ends if another program has that one for IPv4. Then it is started again.
+    It takes a free port for IPv6, and ends if another program has that one for IPv4. Then it starts again.
     """
     while True:
         driver = subprocess.Popen(
@@ -141,7 +141,7 @@ def started_driver(env: dict[str, str]) -> tuple[subprocess.Popen[str], int]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     assert DRIVER is not None
-    # Chromium leaves things at home and among temporary files; not in tmp_path, too long for its sockets' names.
+    # Chromium leaves things at home and among temporary files. tmp_path is too long for its sockets' names.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         places = dict.fromkeys(("HOME", "TMPDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"), home)
         driver, port = started_driver({**os.environ, **places})

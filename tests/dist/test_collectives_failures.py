@@ -77,7 +77,7 @@ hvd.allreduce(torch.ones(3), name="and on")
 
 @pytest.fixture(scope="module")
 def timed_out():
-    """Ranks that wait for one that hangs, and ranks in two operations: both take a whole time-out, at once."""
+    """Ranks wait for one that hangs, and ranks are in two operations: both take a whole time-out, at once."""
     with start_ranks(SKIPPING, 2, env={"COMMSCHED_TIMEOUT": "20"}) as skipping:
         hanging = run_without(1, signal.SIGSTOP, timeout_setting="20")
         return hanging, skipping.wait()
@@ -90,7 +90,7 @@ def test_rank_that_hangs(timed_out):
 
 
 def test_skipped_operation_names_what_the_others_wait_in(timed_out):
-    """Whose time is up first is not settled: its rank then "waited in vain", the other one "waits" until then."""
+    """Any rank's time may be up first: that rank "waited in vain" then, the other one "waits" until then."""
     first, second = timed_out[1]
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     waits = r"rank {} (waits|waited in vain) in {}\."
@@ -161,8 +161,10 @@ def test_death_within_a_large_collective():
 
 
 def test_a_death_is_told_although_its_broken_connections_are_told_first():
-    """What a rank heard first, its connection's "closed by peer" or rank 0's word of the death, was what it said. And
-    rank 0 told itself first: its process could end before it had told the others."""
+    """A rank said what it heard first, its connection's "closed by peer" or rank 0's word of the death.
+
+    And rank 0 told itself first: its process could end before it had told the others.
+    """
     program = """
     import os, signal, time, torch, commsched as hvd
     from commsched.collectives.torch_carrier import coordinator
@@ -193,7 +195,7 @@ def test_a_death_is_told_although_its_broken_connections_are_told_first():
 
 
 def test_a_rank_that_asks_long_after_rank_0_has_left_is_told_that_it_left():
-    """It used to be told that rank 0's process had ended where the coordinator's had, too, in the meantime."""
+    """Ranks were told that rank 0's process had ended where the coordinator's had, too, in the meantime."""
     program = """
     import torch, commsched as hvd
     from commsched.collectives.carrier import carrier
@@ -225,7 +227,10 @@ def test_a_rank_that_ends_within_a_collective_ends_as_its_script_says():
     hvd.init()
     kept = EndsSlowly() if hvd.rank() == 2 else None
     if hvd.rank() == 2:
-        ChannelGroup.exchange = lambda group, outgoing, incoming: group._channel.receive(0, 1, [incoming[0]], 'x').wait()
+        def exchange(group, outgoing, incoming):
+            group._channel.receive(0, 1, [incoming[0]], "x").wait()
+
+        ChannelGroup.exchange = exchange
     else:
         ChannelGroup.exchange = lambda *arguments: time.sleep(60)
     hvd.barrier()

@@ -1,4 +1,4 @@
-"""Halos and gradients on the wire: no gradient chunk starts while a halo waits, and no byte that nobody expects."""
+"""Halos and gradients on the wire: no gradient chunk starts while a halo waits, no byte comes unexpected."""
 
 from __future__ import annotations
 

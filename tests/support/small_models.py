@@ -15,6 +15,11 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 33), nn.ReLU(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 3))
 
 
+def wide() -> nn.Module:
+    """Has a matrix that is large enough to be quantised."""
+    return nn.Sequential(nn.Linear(12, 201), nn.ReLU(), nn.Linear(201, 3))
+
+
 def mlp64() -> nn.Module:
     """In float64, for comparisons within rounding."""
     return mlp().double()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,12 +13,24 @@ from torch import nn
 
 import commsched as hvd
 from commsched.collectives.private_groups import hosts_of
+from commsched.env import settings
 from commsched.pipeline import Pipeline
 from tests.support.cases import Me
 from tests.support.oracle import assert_close, assert_same_bits, batch, fingerprint, seeded, terms_of
 from tests.support.pipeline_runs import loss_of as stage_loss
 from tests.support.small_models import Odd, loss_of, mlp, mlp64, sgd
 from tests.support.two_tiers import TierOracle, tier_sum
+
+
+@contextmanager
+def transport(name: str) -> Iterator[None]:
+    os.environ["COMMSCHED_TRANSPORT"] = name
+    settings.cache_clear()
+    try:
+        yield
+    finally:
+        del os.environ["COMMSCHED_TRANSPORT"]
+        settings.cache_clear()
 
 
 def expected(
@@ -134,9 +148,9 @@ def rows_of(size: int) -> Rows:
     return [(batch(0, step, (3 * size, 12)), batch(1, step, (3 * size, 3))) for step in range(4)]
 
 
-def of_replicas(me: Me, data: Rows, **options: Any) -> nn.Module:
+def of_replicas(me: Me, data: Rows, build: Callable[[], nn.Module] = mlp, **options: Any) -> nn.Module:
     """A model after these steps as one stage with a replica on every rank."""
-    model = seeded(mlp)
+    model = seeded(build)
     options = {"loss": stage_loss, "optimizer": adam, "bucket_bytes": 2000, **options}
     pipeline = Pipeline(copy.deepcopy(model), "1f1b", 1, (1, me.size), **options)
     for each in data:

@@ -43,6 +43,12 @@ HostBoard::HostBoard(const std::vector<int>& files, int place, const Shape& shap
     throw EngineError(ErrorKind::usage, "a board's place must be in [0, " + std::to_string(files.size()) +
                                             "), the number of ranks on this host, but is " + std::to_string(place));
   }
+  constexpr int kMost = (kHead - kNotes) / sizeof(Note);
+  if (shape.slots > kMost) {
+    throw EngineError(ErrorKind::usage, "a board's head has room for the notes on " + std::to_string(kMost) +
+                                            " slots of each shard, but there are " + std::to_string(shape.slots) +
+                                            ", two for each segment of the depth; use a smaller depth");
+  }
   try {
     for (size_t i = 0; i < files.size(); ++i) boards_.push_back(map_board(files[i], shape_.bytes(), i));
   } catch (...) {

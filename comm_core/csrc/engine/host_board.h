@@ -29,6 +29,7 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<int64_t>
 class HostBoard {
  public:
   static constexpr size_t kHead = 4096;  // bytes
+  static constexpr size_t kNotes = 256;  // where in the head the notes on the segments in the slots of a shard begin
 
   struct Shape {
     int shards;
@@ -58,6 +59,7 @@ class HostBoard {
     MessageTag tag;
     uint64_t form;
   };
+  static_assert(sizeof(Note) % sizeof(uint64_t) == 0, "notes are written word by word");
 
   // What this rank wrote before is visible to a neighbour for which published(place, sequence) is true.
   void publish(uint64_t sequence, const Note& note) {
@@ -125,7 +127,7 @@ class HostBoard {
   // Of the note on the segment in this slot.
   static constexpr size_t kWords = sizeof(Note) / sizeof(uint64_t);
   std::atomic<uint64_t>& word_of(int place, uint64_t sequence, size_t i) const {
-    return reinterpret_cast<std::atomic<uint64_t>*>(boards_[place] + 256)[sequence % shape_.slots * kWords + i];
+    return reinterpret_cast<std::atomic<uint64_t>*>(boards_[place] + kNotes)[sequence % shape_.slots * kWords + i];
   }
 
   const Shape shape_;

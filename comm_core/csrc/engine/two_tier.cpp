@@ -120,9 +120,13 @@ void TwoTierTransport::await_announcements(const Work& work, int round, size_t k
       request(receives_, other, k) = channel_->irecv(nullptr, 0, other, expected.tag);
       wait_for(receives_, other, k);
     }
+    // First the counter, whose load makes visible what the neighbour wrote before it, then the note: after a wake-up, only the
+    // message has been seen, which orders no memory. An older note would be a mismatch that is none. No order of these two can lose
+    // a wake-up: must_sleep() and the message have decided that already.
+    const bool published = board_->published(place_[other], sequence_ + k);
     const HostBoard::Note got = board_->note(place_[other], sequence_ + k);
     const bool same = got.tag == expected.tag;
-    if (board_->published(place_[other], sequence_ + k) && same && got.form == expected.form) continue;
+    if (published && same && got.form == expected.form) continue;
     throw EngineError(
         ErrorKind::mismatch,
         rank_name(other) + " announced segment " + std::to_string(sequence_ + k) +

@@ -85,8 +85,8 @@ def set_on_call(store: Any, key: str, name: str) -> None:
 
 
 def train(gather: str) -> Trace:
-    """Rank 1's backward starts when rank 0 has decided what to wait for in its step, so that rank 0 has to leave
-    updates for later; except one of a parameter that the script has an alias of.
+    """Rank 1's backward starts when rank 0 has decided what to wait for in its step, so that rank 0 has to
+    leave updates for later; except one of a parameter that the script has an alias of.
     """
     trace, store = Trace(), carrier().meeting.store
     model = seeded(lambda: nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 3)))
@@ -124,8 +124,8 @@ def train(gather: str) -> Trace:
 
 
 def whole_step() -> tuple[int, list[str], list[str]]:
-    """Return how many calls a step of a model of 12 parameters takes with default options, once it is planned,
-    and the files and classes of ours that they are in.
+    """Return how many calls a step of a model of 12 parameters takes with default options, once it is
+    planned, and the files and classes of ours that they are in.
     """
     model = seeded(lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))))
     optimizer: Any = hvd.DistributedOptimizer(

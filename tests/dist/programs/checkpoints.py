@@ -91,7 +91,7 @@ def values_are_those_of_rank_0(folder: Path) -> None:
 
 
 def buffers_are_those_of_rank_0(folder: Path) -> None:
-    """A mean of rank 0 came beside a variance of rank 1: they are of one size, and went to the ranks in turn."""
+    """A mean of rank 0 came beside a variance of rank 1: they have one size, and went to ranks in turn."""
     rank = commsched.rank()
     model = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 3))
     for buffer in model.buffers():
@@ -244,7 +244,7 @@ def folders_of_their_own(folder: Path) -> None:
 
 
 def a_lost_host(folder: Path) -> None:
-    """Of a first save whose rank 0 has lost its disk: rank 1's manifest looked like a save that did not end."""
+    """A first save whose rank 0 has lost its disk: rank 1's manifest looked like a save that did not end."""
     mine = folder / str(commsched.rank())
     commsched.save({"epoch": 1}, mine).wait()
     if commsched.rank() == 0:

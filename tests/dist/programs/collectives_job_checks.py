@@ -1,4 +1,4 @@
-"""Checks of what belongs to the job: process sets, join, objects and state, normalisation, groups, shutdown."""
+"""Checks of what belongs to the job: process sets, join, objects, state, normalisation, groups, shutdown."""
 
 import json
 import tempfile

@@ -181,7 +181,7 @@ def check_rows_that_alltoall_leaves_out():
 
 
 def check_inference_mode():
-    """Its tensors cannot be written elsewhere: the thread of the operations could not, and no rank went on."""
+    """Its tensors cannot be written elsewhere: the operations' thread could not, and no rank went on."""
     if hvd.engine_name() != "torch":
         return
     with torch.inference_mode():

@@ -448,7 +448,7 @@ def a_race_of_the_optimizer_is_noticed(me: Me) -> None:
 
 
 class LateNeighbour(nn.Module):
-    """The last layer is used in every second step only, and shares its bucket with a part of a large tensor."""
+    """The last layer, used in every second step only, shares its bucket with a part of a large tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -463,7 +463,7 @@ class LateNeighbour(nn.Module):
 
 @case(ranks=(2,))
 def a_gradient_whose_later_bucket_is_sent_first(me: Me) -> None:
-    """Its memory was given back with the last of its buckets, and the first one was filled from old memory."""
+    """Its memory was given back with its last bucket, and the first one was filled from old memory."""
     layers = [Layer("(outside)", 1e-3, 0.0, 0)]
     layers += [Layer(name, 1e-3, 2e-3, 4 * p.numel()) for name, p in LateNeighbour().named_parameters()]
     buckets = fuse_by_bytes([layer.bytes for layer in layers], 2000, part=2000)

@@ -1,6 +1,6 @@
-"""Trains nine steps: on one rank, on two after a host was added, and on one after a rank was killed or stopped.
+"""Trains nine steps: on one rank, on two after a host was added, on one after a rank was killed or stopped.
 
-Arguments: the file with the hosts, "gradients" or "parameters", the rank that is lost, the signal that it gets.
+Arguments: the file with the hosts, "gradients" or "parameters", the rank that is lost, the signal it gets.
 """
 
 import json

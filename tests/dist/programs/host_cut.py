@@ -1,6 +1,7 @@
-"""A rank that waits for the other one in every way there is, each on a thread of its own, until the host is cut off.
+"""A rank that waits for the other one in every way there is, until the host is cut off.
 
-Every rank does the same; where its peer would have to take part for a wait to end, the peer does not.
+Each wait has a thread of its own. Every rank does the same; where its peer would have to take part for a wait
+to end, the peer does not.
 """
 
 from __future__ import annotations

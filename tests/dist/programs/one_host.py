@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,13 +12,12 @@ import torch
 import commsched as hvd
 from comm_core import boards
 from commsched.collectives.private_groups import hosts_of
-from commsched.env import settings
 from scheduler.ir.link import TwoTierLink
 from tests.support import tier_training
 from tests.support.cases import Me, case, main
-from tests.support.oracle import assert_same_bits, seeded
-from tests.support.small_models import loss_of, mlp, sgd
-from tests.support.tier_training import expected, of_replicas, rows_of, trained
+from tests.support.oracle import assert_same_bits, fingerprint, seeded
+from tests.support.small_models import loss_of, mlp, sgd, wide
+from tests.support.tier_training import expected, of_replicas, rows_of, trained, transport
 
 
 @contextmanager
@@ -36,17 +34,6 @@ def another_container(me: Me) -> Iterator[list[str]]:
     finally:
         boards._open_neighbour = honest
         logging.getLogger("commsched").removeHandler(handler)
-
-
-@contextmanager
-def transport(name: str) -> Iterator[None]:
-    os.environ["COMMSCHED_TRANSPORT"] = name
-    settings.cache_clear()
-    try:
-        yield
-    finally:
-        del os.environ["COMMSCHED_TRANSPORT"]
-        settings.cache_clear()
 
 
 @case(ranks=(2, 4))
@@ -74,12 +61,15 @@ def every_bucket_size_gives_the_bits_of_rank_order(me: Me) -> None:
 @case(ranks=(2, 4))
 def compressed_gradients_have_the_bits_of_the_direct_exchange(me: Me) -> None:
     """Of 16 bits, as the oracle rounds them too, and of blocks."""
+    exact = fingerprint(expected(me, wide, 6))
     for name in ("bf16", "fp16", "int8", "fp8"):
         options: dict[str, Any] = {"schedule": "dear", "compression": getattr(hvd.Compression, name)}
-        shared = trained(me, mlp, 6, "tiers", **options)
-        assert_same_bits(shared, trained(me, mlp, 6, "direct", transport="direct", **options), name)
+        shared = trained(me, wide, 6, "tiers", **options)
+        assert fingerprint(shared) != exact, name
+        for named in ("direct", "tiers"):
+            assert_same_bits(shared, trained(me, wide, 6, named, transport=named, **options), name)
         if wire := {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name):
-            assert_same_bits(shared, expected(me, mlp, 6, wire), name)
+            assert_same_bits(shared, expected(me, wide, 6, wire), name)
 
 
 @case(ranks=(2, 4))
@@ -123,9 +113,11 @@ def process_sets_share_memory(me: Me) -> None:
 def replicas_of_a_stage_add_in_rank_order(me: Me) -> None:
     tier_training.check_replicas(me)
     data = rows_of(me.size)
-    blocks = of_replicas(me, data, compression=hvd.Compression.int8)
-    with transport("direct"):
-        assert_same_bits(of_replicas(me, data, compression=hvd.Compression.int8), blocks)
+    blocks = of_replicas(me, data, wide, compression=hvd.Compression.int8)
+    assert fingerprint(blocks) != fingerprint(of_replicas(me, data, wide))
+    for named in ("direct", "tiers"):
+        with transport(named):
+            assert_same_bits(of_replicas(me, data, wide, compression=hvd.Compression.int8), blocks)
 
 
 @case(ranks=(2, 4))
@@ -134,7 +126,7 @@ def where_memory_cannot_be_shared_the_loopback_gives_the_same_bits(me: Me) -> No
     data = rows_of(me.size)
     with another_container(me) as warned:
         over_loopback = trained(me, mlp, 4, "direct", **options)
-        quantised = trained(me, mlp, 4, "direct", schedule="dear", compression=hvd.Compression.fp8)
+        quantised = trained(me, wide, 4, "direct", schedule="dear", compression=hvd.Compression.fp8)
         replicas = of_replicas(me, data)
         try:
             hvd.DistributedOptimizer(sgd(mlp()), transport="tiers")
@@ -148,7 +140,7 @@ def where_memory_cannot_be_shared_the_loopback_gives_the_same_bits(me: Me) -> No
         assert "so the ranks of this host exchange over its loopback" in text and "between" not in text, text
     assert_same_bits(trained(me, mlp, 4, "tiers", **options), over_loopback)
     assert_same_bits(
-        trained(me, mlp, 4, "tiers", schedule="dear", compression=hvd.Compression.fp8), quantised
+        trained(me, wide, 4, "tiers", schedule="dear", compression=hvd.Compression.fp8), quantised
     )
     assert_same_bits(of_replicas(me, data), replicas)
 

@@ -1,4 +1,4 @@
-"""``schedule="auto"`` while training goes on: what has changed is measured and planned anew, on all ranks at once."""
+"""``schedule="auto"`` while training goes on: all ranks at once measure and plan anew what has changed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.uneven import GATHERS
 
 
 class Clock:
-    """A clock that pauses move, and every look at it by a microsecond; other work on the machine takes no time."""
+    """A clock that pauses move, and each look at it by a microsecond; other work takes no time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -148,6 +148,7 @@ def a_disturbed_measurement_costs_no_second_series_of_slow_steps(me: Me) -> None
 def training_goes_on_while_a_plan_is_searched(me: Me) -> None:
     """All ranks, of which each has its own speed, take the plan at the same step; none waits for the search.
 
+    Between any two steps they agree on whether they have settled, and they have once the plan has been tried.
     Both gathers are exact before and after.
     """
     answer, asked = planner.Child.answer, []
@@ -160,16 +161,30 @@ def training_goes_on_while_a_plan_is_searched(me: Me) -> None:
         with searching(0.5), patch.object(planner.Child, "answer", noted):
             twin = adapting(me, gather=gather)
             twin.model.pause = 0.002 * me.rank
-            session, step, meanwhile = twin.optimizer._session, 0, []
+            session, meanwhile, tried, settled = twin.optimizer._session, [], [], []
+
+            def take_step(twin: Twin = twin, settled: list[bool] = settled) -> None:
+                train(twin, range(len(settled), len(settled) + 1))
+                settled.append(hvd.is_settled(twin.optimizer))
+                assert len(settled) < 5000, "no plan was taken"
+
             while session._measuring is not None or session.searches:
+                assert not any(settled), "settled before the plan was found"
                 if session.searches:
-                    meanwhile.append(step)
-                train(twin, range(step, step + 1))
-                step += 1
-                assert step < 5000, "no plan was taken"
+                    meanwhile.append(len(settled))
+                take_step()
             assert len(meanwhile) > 2 and session.plan.program.policy == "optimal", (meanwhile, session.plan)
-            assert me.everybody(f"{step} {meanwhile}") == [f"{step} {meanwhile}"] * me.size
-            train(twin, range(step, step + 5))
+            while not settled[-1]:
+                if session.trial is not None:
+                    tried.append(len(settled))
+                take_step()
+            assert len(tried) > 2 if gather == "gradients" else session.trial is None, tried
+            assert session.trial is None or session.trial.over, "settled while plans were tried"
+            for _ in range(5):
+                take_step()
+            assert sum(settled) == 6 and all(settled[-6:]), settled
+            told = f"{meanwhile} {tried} {settled}"
+            assert me.everybody(told) == [told] * me.size
             twin.end(must_have_waited=False)
     assert all(asked) and bool(asked) == (me.rank == 0), f"the child had ended when it was asked: {asked}"
 
@@ -213,6 +228,7 @@ def ranks_keep_their_plan_where_a_search_fails(me: Me) -> None:
         for _ in range(5):
             train(twin, range(twin.steps, twin.steps + 1))
             assert session.plan.program.hash == before and session._measuring is None, session.plan
+        assert not session._measure_next, "a later plan would be timed as if it were the first one"
         twin.end(must_have_waited=False)
 
 
@@ -263,7 +279,10 @@ def a_forward_in_another_order_is_planned_anew(me: Me) -> None:
 
 @case(ranks=(2, 3))
 def ranks_agree_on_plans_while_gradients_are_on_their_way(me: Me) -> None:
-    """``step()`` waited for all gradients, as it needed the flags: who has joined. That step took half as long again."""
+    """``step()`` waited for all gradients, as it needed the flags: who has joined.
+
+    That step took half as long again.
+    """
     twin = adapting(me)
     session, waited, inside = twin.optimizer._session, [], []
     session._repeats = 0  # other work on this machine is no reason to measure again
@@ -307,7 +326,7 @@ class Twice(nn.Module):
 
 @case(ranks=(2, 3))
 def ranks_that_read_late_gradients_and_those_that_agree_do_not_wait_for_each_other(me: Me) -> None:
-    """Rank 0 reads gradients of which a part came late, which all ranks reduce together, while the others agree."""
+    """Rank 0 reads gradients while the others agree. A part came late, which all ranks reduce together."""
     twin = Twin(me, lambda: Twice().double(), schedule="auto", planned=False, bucket_mb=0.0001, lag=0.0)
     session = twin.optimizer._session
     session._repeats = 0
@@ -341,7 +360,10 @@ def ranks_that_read_late_gradients_and_those_that_agree_do_not_wait_for_each_oth
 @case(ranks=(2, 3))
 @only_pauses_take_time()
 def a_searched_plan_that_is_slower_than_ddps_way_gives_way_to_it(me: Me) -> None:
-    """The planner is made to choose no overlap; a step takes as long as is said here of plans with so many buckets."""
+    """The planner is made to choose no overlap.
+
+    A step takes as long as is said here of plans with so many buckets.
+    """
     with patch.object(planner, "DDP_BYTES", (1000, 600)):
         for pauses, turns in (
             ({1: 0.05, 2: 0.04, 3: 0.03}, [1, 2, 3, 1, 3]),

@@ -265,7 +265,7 @@ def optimizer_state_is_up_to_date(me: Me) -> None:
 
 @case()
 def zero_grad_of_the_model_waits_for_nothing(me: Me) -> None:
-    """It reads every ``p.grad``, which once completed every parameter before the next forward (Trainer calls it)."""
+    """It reads every ``p.grad`` (Trainer calls it), which once completed all parameters too early."""
     for how in ({}, {"set_to_none": False}):
         twin = Twin(me, mlp)
         for step in range(6):

@@ -109,9 +109,10 @@ def random_cuts_give_the_bits_of_rank_ordered_sums(me: Me) -> None:
 
 @case(ranks=(3,))
 def buckets_may_end_up_empty(me: Me) -> None:
-    """Three ranks share a bias of 20 elements in one bucket, though the plan cuts it in two. The second bucket
-    has no element, and no gradient ever completes it: the others must not wait for it. Nor does any parameter
-    wait for it: a step that began before it had arrived failed, once in thousands of runs.
+    """Three ranks share a bias of 20 elements in one bucket, though the plan cuts it in two.
+
+    The second bucket has no element, and no gradient ever completes it: the others must not wait for it. Nor
+    does any parameter wait for it: a step that began before it had arrived failed, once in thousands of runs.
     """
 
     def build() -> nn.Module:

@@ -581,7 +581,13 @@ def another_optimizer_over_the_same_parameters(me: Me) -> None:
     for gather, how in product(("gradients", "parameters"), ("wrap", "add")):
         model, plain = seeded(branches64), seeded(branches64)
 
-        def train(optimizer: Any, single: torch.optim.Optimizer, steps: range) -> None:
+        def train(
+            optimizer: Any,
+            single: torch.optim.Optimizer,
+            steps: range,
+            model: nn.Module = model,
+            plain: nn.Module = plain,
+        ) -> None:
             for step in steps:
                 for rank in range(me.size):
                     loss = plain(batch(rank, step, (4, 12), torch.float64)).square().mean()

@@ -135,7 +135,7 @@ def train(what: str) -> None:
 
 
 def save(model: nn.Module, optimizer: Any) -> None:
-    """Write an emergency checkpoint of the model, and of the optimizer where this rank has all of its state."""
+    """Write an emergency checkpoint of the model, and of the optimizer if this rank has all of its state."""
     for wait in (hvd.rank() == 0, False):  # nobody is waited for who is lost; a second close() is harmless
         optimizer.close(wait=wait)
     parts = {"model": model.state_dict()}

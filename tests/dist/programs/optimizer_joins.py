@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -54,7 +55,7 @@ def joined_ranks_wait_for_the_others_batches(me: Me) -> None:
         pair = Pair(make=adam, gather=gather)
         batches, active = [3 + 2 * rank for rank in range(me.size)], []
 
-        def metric() -> None:
+        def metric(active: list[int] = active) -> None:
             active.append(int(hvd.allreduce(torch.ones(1), op=hvd.Sum, name="metric")))
 
         assert epoch(me, pair, 0, batches, metric) == me.size - 1
@@ -175,7 +176,7 @@ def clipping_and_schedules_while_ranks_have_joined(me: Me) -> None:
     for gather in GATHERS:
         pair = Pair(make=adam, gather=gather)
 
-        def clip() -> None:
+        def clip(pair: Pair = pair) -> None:
             norm = pair.optimizer.clip_grad_norm_(0.05)
             plain = nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.05)
             assert torch.allclose(norm, plain, rtol=1e-12), f"{norm} {plain}"
@@ -370,7 +371,7 @@ def closed_optimizers_do_not_take_part(me: Me) -> None:
         pair.compare(gather)
         hvd.join()
         if me.rank:
-            fails(lambda: train(me, somewhere, 1, 2), "rank 0")
+            fails(partial(train, me, somewhere, 1, 2), "rank 0")
         somewhere.optimizer.close()
         epoch(me, pair, 20, uneven(me))
         pair.end(gather)
@@ -385,7 +386,7 @@ def a_step_without_the_joined_ranks_optimizer_fails(me: Me) -> None:
         if me.rank == 0:
             close_alone(closed)
         else:
-            fails(lambda: train(me, closed, 2, 2), "rank 0")
+            fails(partial(train, me, closed, 2, 2), "rank 0")
         epoch(me, pair, 0, uneven(me))
         pair.end(gather)
         closed.optimizer.close(wait=False)
@@ -506,7 +507,7 @@ def failed_steps_leave_optimizers_behind(me: Me) -> None:
 
 @case(ranks=(2,))
 def an_update_that_raises_does_so_once(me: Me) -> None:
-    """In step(), or in join() before the other rank knows that this one joins; it leaves out what comes after."""
+    """In step(), or in join() before the other rank knows that this one joins. The rest is left out."""
     hvd.register_elementwise(Failing)
     pair = Pair(make=lambda m: Failing(m.parameters(), 0.1))
     try:
@@ -610,7 +611,7 @@ def layers_are_unfrozen_while_ranks_have_joined(me: Me) -> None:
 
 @case(ranks=(2, 3))
 def a_dense_and_a_sparse_model_are_measured_after_a_join(me: Me) -> None:
-    """The joined rank must not begin to plan for the dense model while the others still step the other one."""
+    """The joined rank must not plan for the dense model while the others still step the other one."""
     sparse, dense = Pair(words64, descent, planned=False), Pair(planned=False)
     batches = [2] + [7] * (me.size - 1)
     for step in range(batches[me.rank]):

@@ -236,7 +236,7 @@ def what_is_written_counts(me: Me) -> None:
                 twin.both(lambda m: m.second.weight.fill_(0.01))
         if step == 4:
             first = seeded(even(), 3).state_dict()
-            twin.both(lambda m: m.load_state_dict(first))
+            twin.both(lambda m, first=first: m.load_state_dict(first))
         if step in (0, 2, 4):
             for weight, copied in zip(twin.cast.weights, twin.cast.copies, strict=True):
                 take_written(copied.data, weight.data)

@@ -191,7 +191,7 @@ def checkpointed_modules_used_twice(me: Me) -> None:
 
 
 class Watched(nn.Module):
-    """Adds a penalty on what hooks have captured to the loss: features for distillation, activation penalties."""
+    """Adds a penalty on what hooks have captured (features for distillation, activations) to the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ def orders_that_differ_between_ranks(me: Me) -> None:
 
 @case()
 def broadcasting_a_fresh_optimizer_takes_no_step(me: Me) -> None:
-    """It leaves gradients of zero, as Horovod does; they used to be None, which Horovod's own test refuses."""
+    """It leaves gradients of zero, as Horovod does; once they were None, which Horovod's own test refuses."""
     for make in (momentum, lambda m: torch.optim.Adam(m.parameters(), 0.01, weight_decay=0.1)):
         twin = Twin(me, Branches, make)
         before = copy.deepcopy(twin.model.state_dict())

@@ -1,4 +1,4 @@
-"""``Compression.int8`` and ``fp8``: bits as an oracle makes them, residuals that lose nothing, bytes, and what is refused."""
+"""``Compression.int8`` and ``fp8``: an oracle's bits, residuals that lose nothing, bytes, what is refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def new_plans_move_residuals_without_changing_a_bit(me: Me, code: str) -> None:
 
 @case_of_each_code(ranks=(2,))
 def two_optimizers_with_a_rank_without_data(me: Me, code: str) -> None:
-    """To move residuals is collective: where a round begins, one rank meets the optimizers in another order."""
+    """To move residuals is collective. Where a round begins, one rank meets optimizers in another order."""
     first, second = seeded(Wide), seeded(Wide)
     optimizers: list[Any] = [
         hvd.DistributedOptimizer(momentum(model), compression=COMPRESSIONS[code]) for model in (first, second)
@@ -283,14 +283,15 @@ def what_is_refused(me: Me, code: str) -> None:
 
 @case_of_each_code(ranks=(), slow=(2,))
 def digits_are_learned_as_well(me: Me, code: str) -> None:
-    """Rounding that is made up for changes the loss no more than errors of the same size at random, 16 times."""
+    """Rounding that is made up for changes the loss no more than random errors of the same size, 16 times."""
     from dnn_bench.converge import digits
 
     (images, labels), _ = digits()
 
     def network() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))  # fmt: skip
+        hidden = nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU()
+        return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(128, 10))
 
     def loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         dice = torch.Generator().manual_seed(step)

@@ -130,7 +130,7 @@ def rows_are_clipped_and_weighted(me: Me) -> None:
 
 @case(ranks=(2, 3))
 def gradients_that_no_id_explains(me: Me) -> None:
-    """Hooks, tied uses and gradients set by hand touch other rows than the forward's ids, and signs of zeros."""
+    """Hooks, tied uses and gradients set by hand touch other rows than the forward's ids; signs of zeros."""
 
     def hooked(me: Me, model: nn.Module, optimizer: Any, step: int) -> None:
         if step == 0:

@@ -209,8 +209,9 @@ def second_sparse_gradients_of_a_backward_count(me: Me) -> None:
 
 @case_of_each_code(ranks=(2, 3))
 def nothing_is_lost_beside_sparse_gradients(me: Me, code: str) -> None:
-    """The slot of a sparse gradient delivers what earlier ones have lost, though its sum is not looked at: the
-    owner keeps it. It was lost, and sent again as this slot's value when a gradient was dense again.
+    """The slot of a sparse gradient delivers what earlier ones have lost, though its sum is not looked at.
+
+    The owner keeps it. It was lost, and sent again as this slot's value when a gradient was dense again.
     """
     ledger = Ledger(me, code)
     for kind in ("dense", "sparse", "sparse", "mixed", "dense", "sparse", "mixed"):

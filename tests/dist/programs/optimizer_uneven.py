@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -135,25 +136,29 @@ def what_cannot_be_weighted_is_refused(me: Me) -> None:
 def weighted_losses_add_to_nothing_that_was_not_counted(me: Me) -> None:
     """Or it would be divided by their samples as well."""
 
+    mine, everybody = rows(me.rank, 0), [rows(rank, 0) for rank in range(me.size)]
+
+    def weighted(pair: Pair) -> None:
+        pair.optimizer.weighted(mean_loss(pair.model, mine), len(mine)).backward()
+
     def refused(act: Any) -> None:
         with pytest.raises((ValueError, hvd.CommError), match=r"zero_grad\(\)|pass every loss"):
             act()
 
     for gather in GATHERS:
         pair = Pair(gather=gather)
-        mine, everybody = rows(me.rank, 0), [rows(rank, 0) for rank in range(me.size)]
         pair.backward(mine, everybody)
         pair.optimizer.step()
-        refused(lambda: pair.optimizer.weighted(mean_loss(pair.model, mine), len(mine)).backward())
+        refused(partial(weighted, pair))
         pair.optimizer.close()
         pair = Pair(gather=gather)
         with pair.optimizer.no_sync():
             mean_loss(pair.model, mine).backward()
-        refused(lambda: pair.optimizer.weighted(mean_loss(pair.model, mine), len(mine)).backward())
+        refused(partial(weighted, pair))
         pair.optimizer.zero_grad()
         if me.size > 1:  # a rank alone does not see backwards
             with pair.optimizer.no_sync():
-                pair.optimizer.weighted(mean_loss(pair.model, mine), len(mine)).backward()
+                weighted(pair)
             refused(mean_loss(pair.model, mine).backward)
             pair.optimizer.zero_grad()
         release(pair.optimizer)
@@ -204,7 +209,7 @@ def plans_wait_for_the_slowest_rank_of_each_layer(me: Me) -> None:
     layers = pair.optimizer.profile().layers
 
     def seconds(last: str, backward: bool = False) -> float:
-        """Until all ranks have come through the layer. Alone, it has less where another rank came late to it."""
+        """Until all ranks have come through the layer; alone, it has less where another one came late."""
         until = max(i for i, layer in enumerate(layers) if layer.name.startswith(last))
         forward = sum(layer.forward for layer in (layers if backward else layers[: until + 1]))
         return forward + (sum(layer.backward for layer in layers[until:]) if backward else 0.0)

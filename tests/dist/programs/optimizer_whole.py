@@ -1,4 +1,4 @@
-"""``gather="parameters"`` for optimizers that need whole matrices: the bits of plain PyTorch on every rank."""
+"""``gather="parameters"`` for optimizers of whole matrices: the bits of plain PyTorch on every rank."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def two_optimizers_over_one_model(me: Me) -> None:
 @case(ranks=(2, 4))
 def the_ranks_share_the_work_and_send_the_same_bytes(me: Me) -> None:
     """Arithmetic of the update against that of the whole one, and bytes against ``gather="gradients"``."""
-    # Muon computes in bfloat16, which takes a hundred times as long on processors without instructions for it.
+    # Muon computes in bfloat16: without instructions for it, that takes a hundred times as long.
     sizes, done, sent = (96,) * 17, {}, {}
     for gather in ("parameters", "gradients"):
         model = seeded(lambda: matrices(sizes))

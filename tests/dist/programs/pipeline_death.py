@@ -1,4 +1,4 @@
-"""A rank that ends, hangs or fails in the middle of a pipeline: the others stop within the time-out and name it."""
+"""A rank ends, hangs or fails amid a pipeline's steps: the others stop within the time-out and name it."""
 
 import os
 import signal

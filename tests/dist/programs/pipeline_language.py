@@ -90,8 +90,8 @@ class WithMasters:
     """One process with float32 masters. Gradients are added up in float32 and in the order of a pipeline:
     each replica's micro-batches, then the replicas, then the uses of a tied weight. The norm is float64.
 
-    A script that rounds elsewhere gets other bits of some bfloat16 weights, and from then on its losses differ
-    by about 1e-4: the forward rounds to three digits and is as far from exact itself.
+    A script that rounds elsewhere gets other bits of some bfloat16 weights, and from then on its losses
+    differ by about 1e-4: the forward rounds to three digits and is as far from exact itself.
     """
 
     def __init__(self, model: nn.Module, replicas: int) -> None:

@@ -214,7 +214,9 @@ def loaders_with_workers_read_each_ranks_rows_and_go_on_in_mid_epoch(me: Me) -> 
     ):
         start = chain_model(mesh[0])
 
-        def make() -> Pipeline:
+        def make(
+            start: nn.Module = start, schedule: str = schedule, parts: int = parts, mesh: Any = mesh
+        ) -> Pipeline:
             return Pipeline(copy.deepcopy(start), schedule, parts, mesh, loss=loss_of, optimizer=adam)
 
         def loaded(pipeline: Pipeline, data: Rows) -> DataLoader[Any]:

@@ -218,7 +218,7 @@ def callers_optimizers_get_no_gradients(me: Me) -> None:
             for layer in model:
                 layer.never.float()
 
-        def kept(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        def kept(params: list[nn.Parameter], made: list[Any] = made) -> torch.optim.Optimizer:
             made.append(momentum(params))
             return made[-1]
 

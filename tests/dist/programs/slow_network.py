@@ -1,4 +1,4 @@
-"""Trains on a network of which the planner believes that each message takes a second, and prints what was tried."""
+"""Trains where the planner believes that each message takes a second, and prints what was tried."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ model = nn.Sequential(*(Paced(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
 sgd = torch.optim.SGD(model.parameters(), lr=0.01)
 with patch.object(TimedLink, "refined", lambda *_: Link(alpha=1.0, beta=1e-9)):
     optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters())
-    session, trials = optimizer._session, 0
-    for step in range(200):
+    session, trials, steps = optimizer._session, 0, 0
+    while steps < 200:
+        steps += 1
         model(torch.ones(1, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -46,6 +47,6 @@ with patch.object(TimedLink, "refined", lambda *_: Link(alpha=1.0, beta=1e-9)):
         session._start_measuring()  # other work on this machine may have disturbed the trial
 searched, *others = trial.plans
 print(f"searched {len(searched.program.buckets)} bucket, tried {[len(it.program.buckets) for it in others]}")
-print(f"used {trial.now} after {trials} trials in {step} steps: {trial.seconds}")
+print(f"used {trial.now} after {trials} trials in {steps} steps: {trial.seconds}")
 optimizer.close()
 hvd.shutdown()

@@ -1,8 +1,8 @@
 """Ranks that exchange in two tiers, without an optimizer.
 
-`tier_ranks.py traffic MEGABYTES TIMES` counts bytes of RS, then of AG, of a bucket in an optimizer's layout. With `RS` and `AG`, the last rank is killed before that
-operation of its second step; with `any`, ranks make steps until one is killed from outside. Every other rank
-prints the error with which it ends.
+`tier_ranks.py traffic MEGABYTES TIMES` counts bytes of RS, then of AG, of a bucket in an optimizer's layout.
+With `RS` and `AG`, the last rank is killed before that operation of its second step; with `any`, ranks make
+steps until one is killed from outside. Every other rank prints the error with which it ends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """``commsched ARGUMENTS``, or ``python -m dnn_bench ARGUMENTS`` where these begin with spatial.
 
-With KILLED=RANK:STEP or RANK:STEP:SIGNAL, that rank gets signal 9 or SIGNAL when it calls its pipeline's step STEP.
+With KILLED=RANK:STEP or RANK:STEP:SIGNAL, that rank gets signal 9 or SIGNAL when it calls its pipeline's
+step STEP.
 """
 
 import os

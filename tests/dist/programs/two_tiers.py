@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from scheduler.ir.link import Link, TwoTierLink
 from tests.support import tier_training
 from tests.support.cases import Me, case, main
 from tests.support.oracle import assert_close, assert_same_bits, fingerprint, seeded, terms_of
-from tests.support.small_models import loss_of, mlp, mlp64, sgd
-from tests.support.tier_training import expected, in_one_process, of_replicas, rows_of, trained
+from tests.support.small_models import loss_of, mlp, mlp64, sgd, wide
+from tests.support.tier_training import expected, in_one_process, of_replicas, rows_of, trained, transport
 
 
 @case(ranks=(4,), slow=(3,))
@@ -101,15 +102,30 @@ def both_links_are_timed_alone_and_together(me: Me) -> None:
 
 @case(ranks=(4,))
 def blocks_and_named_transports_are_flat(me: Me) -> None:
-    trained(me, mlp, 4, "direct", schedule="dear", compression=hvd.Compression.int8)
+    """Tiers that were asked for are refused with blocks, by optimizers and by replicas of a stage."""
+    trained(me, wide, 4, "direct", schedule="dear", compression=hvd.Compression.int8)
     trained(me, mlp, 4, "ring", schedule="dear", transport="ring")
-    model = mlp()
-    try:
-        hvd.DistributedOptimizer(sgd(model), compression=hvd.Compression.int8, transport="tiers")
-    except ValueError as error:
-        assert "over transport 'tiers'" in str(error) and "transport='direct'" in str(error)
-    else:
-        raise AssertionError("blocks of int8 over tiers were not refused")
+
+    def optimizer(**options: Any) -> Any:
+        return hvd.DistributedOptimizer(sgd(wide()), **options)
+
+    with transport("tiers"):
+        for compression in (hvd.Compression.int8, hvd.Compression.fp8):
+            for make in (
+                partial(optimizer, transport="tiers"),
+                optimizer,
+                partial(of_replicas, me, rows_of(me.size), wide),
+            ):
+                try:
+                    make(compression=compression)
+                except ValueError as error:
+                    said = f"rank {me.rank}: transport='tiers' moves gradients of Compression.int8 and fp8"
+                    assert str(error).startswith(said), error
+                    assert "ranks 0, 1, 2, 3 are on 2 hosts" in str(error), error
+                    assert "use transport='direct'" in str(error), error
+                else:
+                    raise AssertionError("blocks over tiers between hosts were not refused")
+        trained(me, mlp, 4, "tiers", schedule="dear", compression=hvd.Compression.bf16)
 
 
 @case(ranks=(4,), slow=(3,))
@@ -146,7 +162,7 @@ def replicas_of_a_stage_add_by_host(me: Me) -> None:
     data = rows_of(me.size)  # rank order would not pass, but with three ranks
     flat, by_host = (fingerprint(in_one_process(data, hosts)) for hosts in ([0] * me.size, hosts_of()))
     assert (flat == by_host) == (me.size == 3)
-    of_replicas(me, data, compression=hvd.Compression.int8)  # blocks need the direct exchange
+    of_replicas(me, data, wide, compression=hvd.Compression.int8)  # blocks need the direct exchange
 
 
 @case(ranks=(4,))

@@ -1,8 +1,8 @@
 """Trains over virtual ranks, and prints a digest of all bits.
 
 Arguments: steps, "gradients" or "parameters" or both with a comma, and, in an elastic job, the file with the
-hosts: of the four ranks that begin, the last is killed, which takes its host with it; then a host with one rank
-comes.
+hosts: of the four ranks that begin, the last is killed, which takes its host with it; then a host with one
+rank comes.
 """
 
 import json
@@ -25,12 +25,12 @@ def last_rank_dies(state: Any) -> None:
 
 
 def host_comes(state: Any) -> None:
-    if sys.argv[3:] and hvd.size() == 2 and state.step == 2 * steps // 3:
-        if hvd.rank() == 0:
-            hosts.write_text("localhost:2\n127.0.0.1:2\n127.1:1\n")
-            deadline = time.monotonic() + 300
-            while state._host_messages.empty() and time.monotonic() < deadline:
-                time.sleep(0.05)
+    comes = sys.argv[3:] and hvd.size() == 2 and state.step == 2 * steps // 3
+    if comes and hvd.rank() == 0:
+        hosts.write_text("localhost:2\n127.0.0.1:2\n127.1:1\n")
+        deadline = time.monotonic() + 300
+        while state._host_messages.empty() and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 hvd.init()

@@ -446,6 +446,43 @@ def test_a_name_that_was_not_saved(kept: Path) -> None:
         checkpoint.load({"model": nn.Linear(1, 1)}, kept)
 
 
+class Own:
+    """Of which each rank has a state."""
+
+    def checkpoint(self) -> int:
+        return 1
+
+    def resume(self, state: int) -> None:
+        raise AssertionError("something was loaded")
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "reason"),
+    [
+        ({"stage": Own(), "epoch": 1}, {"model": nn.Linear(1, 1)}, "only 'epoch', 'stage' is there"),
+        ({"stage": Own(), "epoch": 1}, {"pipeline": Own()}, "only 'epoch', 'stage' is there"),
+        (
+            {"stage": Own()},
+            {"stage": nn.Linear(1, 1)},
+            "it is a state of each rank there, and the object here needs one value of all ranks",
+        ),
+        (
+            {"epoch": 1},
+            {"epoch": Own()},
+            "it is one value of all ranks there, and the object here needs a state of each rank",
+        ),
+        ({}, {"epoch": Own()}, "only nothing is there"),
+    ],
+)
+def test_what_is_there_instead_of_a_state(
+    kept: Path, saved: dict[str, Any], wanted: dict[str, Any], reason: str
+) -> None:
+    checkpoint.save(saved, kept).wait()
+    (name,) = wanted
+    with pytest.raises(CheckpointError, match=f"rank 0 cannot load '{name}' of .*: {reason}; nothing"):
+        checkpoint.load(wanted, kept)
+
+
 class Growing(nn.Linear):
     """Takes weights of fewer rows."""
 

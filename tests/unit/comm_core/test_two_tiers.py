@@ -544,6 +544,12 @@ def test_hosts_and_boards_must_fit() -> None:
             )
         error = failure(lambda: TwoTierTransport(channel, 0, [0], files, 1 << 20, 4))
         assert f"it has {size} bytes, but {4096 + (8 << 20)} are needed" in str(error)
+        for depth, error in ((65, "depth must be in [1, 64], but is 65"), (81, "notes on 160 slots of each")):
+            size = TwoTierTransport.board_bytes(1, 64, depth)
+            with open_boards(channel, 0, [0], size) as large:
+                assert error in str(
+                    failure(lambda d=depth, f=large: TwoTierTransport(channel, 0, [0], f, 64, d))
+                )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,6 +164,66 @@ def test_while_a_rank_has_joined_the_searched_plan_is_used(joined: bool) -> None
     assert rank.trial is None and rank._try_after == 2 * TRY_AFTER, "the next trial is due after some steps"
     assert rank.end_turn(1.0 if joined else None) is SEARCHED and rank.trial is None
     assert rank._try_after == 3 * TRY_AFTER, "steps are counted on: replans for drift wait for many"
+
+
+class Voter:
+    """A session of which a test gives the reasons to vote; ``told``: what it has measured again."""
+
+    plan, trial, searches, why_untried = SEARCHED, None, False, "it was given"
+    _reports, _timeline, _measuring, _adapts, _repeats, _try_after = None, None, None, True, 2, TRY_AFTER
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.disturbed = self.drifted = False
+        self.round = SimpleNamespace(joined=False, vote=0, votes=0, mark=lambda _: None, waited=0)
+        self.hooks = SimpleNamespace(order_changed=False)
+        self.times = SimpleNamespace(
+            step=lambda: None,
+            last_wait=lambda: 0,
+            are_settled=True,
+            patience=1,
+            may_replan_at_once=lambda: True,
+            has_drifted=lambda: self.drifted,
+            has_timed=lambda _: False,
+        )
+        self.backend = SimpleNamespace(ranks=SimpleNamespace(size=3))
+        self._measure_again = partial(Session._measure_again, self)  # type: ignore[arg-type]
+        self._has_majority = partial(Session._has_majority, self)  # type: ignore[arg-type]
+        self._was_disturbed, self._is_due = lambda: self.disturbed, lambda: False
+        self._start_measuring = lambda: self.told.append("alone")
+        self._measure_beside = lambda: self.told.append("beside the traffic")
+
+
+@pytest.mark.parametrize(
+    ("reasons", "told"),
+    [
+        ([[("disturbed",), (), ()]], "beside the traffic"),
+        ([[("reordered",), (), ()]], "alone"),  # and in the next steps the forward has its old order again
+        ([[("disturbed",), (), ()], [], [("drifted",), (), ()]], "beside the traffic"),
+        ([[("disturbed",), ("drifted",), ()]], "alone"),
+        ([[("drifted",), ("drifted",), ()]], "alone"),
+        ([[("drifted",), (), ()]] * 9, None),
+    ],
+)
+def test_what_is_measured_again_is_what_was_voted_for(
+    reasons: list[list[tuple[str, ...]]], told: str | None
+) -> None:
+    """The flags of a round carry the votes of the step before, and are read in the step after."""
+    ranks, sent = [Voter() for _ in range(3)], [0, 0]
+    for step in range(9):
+        of_step = reasons[step] if step < len(reasons) else []
+        for rank, why in zip(ranks, of_step or [()] * 3, strict=True):
+            rank.hooks.order_changed = "reordered" in why
+            rank.disturbed, rank.drifted = "disturbed" in why, "drifted" in why
+            rank.round.votes = sent[-2]
+        together = [Session.end_step(rank) for rank in ranks]  # type: ignore[arg-type]
+        sent.append(sum(rank.round.vote for rank in ranks))
+        if any(together):
+            for each in together:
+                assert each is not None, "only some of the ranks measure again"
+                each()
+            break
+    assert [rank.told for rank in ranks] == [[told] if told else []] * 3
 
 
 # -- what is told --------------------------------------------------------------------------------------------
