@@ -813,9 +813,9 @@ def report(outcomes: Sequence[Outcome], options: argparse.Namespace) -> None:
         "outcomes": [*map(asdict, outcomes)],
     }
     (options.output / "faults.json").write_text(json.dumps(every, indent=1) + "\n")
-    command = (
-        f"python -m dnn_bench faults --hosts {options.hosts} --faults {options.faults} --seed {options.seed}"
-    )
+    shape = f"--hosts {options.hosts} --per-host {options.per_host}"
+    command = f"python -m dnn_bench faults {shape} --faults {options.faults} --seed {options.seed}"
+    command += f" --patience {options.patience:g}"
     about = {
         "title": f"{len(outcomes)} faults in elastic training on {options.hosts} emulated hosts",
         "command": command + (f" --only {options.only}" if options.only else ""),

@@ -60,6 +60,8 @@ def main(arguments: list[str]) -> int:
     with place_of(options) as (place, network):
         print(f"Network: {network}.", flush=True)
         report = compare(job, place, [get(name) for name in BASELINES], effort)
+        if report["interrupted"]:  # baselines may have different numbers of repetitions
+            return exit_status(report)
         report["answer"] = answer(report)
         try:
             # Users' runs do not wait for the plan, as others do so that the same step always has it.

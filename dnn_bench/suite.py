@@ -21,7 +21,7 @@ from dnn_bench.command_line import markdown as markdown_table
 from dnn_bench.command_line import numbers, one_line_errors, parser
 from dnn_bench.launch import Hosts, ThisMachine
 from dnn_bench.runner.compare import Comparison, Effort, Watcher, bars, chosen
-from dnn_bench.runner.results import ms, shown, to_limit
+from dnn_bench.runner.results import absent, exit_status, ms, shown, to_limit
 from dnn_bench.runner.sets import Crew, asked
 from scheduler.ir.inputs import InputError, read_json
 
@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> int:
         print(f"{summary(options.out, options.schedule)}\n\ninterrupted: the same command goes on from here")
         return 130
     print(summary(options.out, options.schedule))
-    return 0
+    return 0 if options.summary else max(exit_status(read(cell.path)) for cell in cells)
 
 
 def wanted(options: argparse.Namespace) -> list[Wanted]:
@@ -129,15 +129,16 @@ def measure(cells: Sequence[Wanted], entries: Sequence[Baseline], effort: Effort
     are started and checked once.
     """
     missing = [cell for cell in cells if cell.missing]
+    for cell in cells:
+        if cell not in missing:
+            check_kept(cell, job_of(cell.model, batch), suited(entries, cell.shape))
     with bars(44) as shown:
         if len(missing) < len(cells):
             there = f"{len(cells) - len(missing)} of {len(cells)} cells are there already"
             shown.console.print(there, highlight=False)
         watcher = Watcher(shown)
         for (shape, model), group in groupby(missing, key=lambda cell: (cell.shape, cell.model)):
-            own, (hosts, per_host) = models.spec(model).batch, shape
-            job = Job(model, max(1, round(batch * own)))
-            suited = [entry for entry in entries if entry.per_host <= per_host]
+            job, (hosts, per_host) = job_of(model, batch), shape
             with Cluster(hosts, "unlimited") as cluster, Crew() as crew:
                 compute = compute_seconds(job, hosts * per_host)
                 for cell in group:
@@ -146,12 +147,33 @@ def measure(cells: Sequence[Wanted], entries: Sequence[Baseline], effort: Effort
                     shown.console.print(f"{number} {cell}: {link}", markup=False, highlight=False)
                     cluster.set_link(link)
                     place = Hosts(cluster, per_host=per_host)
-                    report = Comparison(job, place, suited, effort, watcher, crew=crew).run()
+                    report = Comparison(job, place, suited(entries, shape), effort, watcher, crew=crew).run()
                     keep(report, cell)
                     if report["interrupted"]:
                         raise KeyboardInterrupt
                     rows = [row for row in report["baselines"] if row["name"] == "local"]
                     compute = next((row["time"] for row in rows if "time" in row), compute)
+
+
+def job_of(model: str, batch: float) -> Job:
+    """``batch``: a share of the model's own one."""
+    return Job(model, max(1, round(batch * models.spec(model).batch)))
+
+
+def suited(entries: Sequence[Baseline], shape: Shape) -> list[Baseline]:
+    return [entry for entry in entries if entry.per_host <= shape.per_host]
+
+
+def check_kept(cell: Wanted, job: Job, entries: Sequence[Baseline]) -> None:
+    """``ValueError`` for a cell that is there already, and was measured with other options."""
+    report = read(cell.path)
+    there, names = report["job"]["batch"], {row["name"] for row in report["baselines"]}
+    said = "" if there == job.rank_batch else f"with a batch of {there}, and not of {job.rank_batch}"
+    if lacks := [entry.name for entry in entries if entry.name not in names]:
+        said = f"without {', '.join(lacks)}"
+    if said:
+        options = "the --batch and --baseline that it had, or another folder as --out"
+        raise ValueError(f"{cell.path} was measured {said}: pass {options}")
 
 
 def read(path: Path) -> Report:
@@ -181,10 +203,12 @@ def compute_seconds(job: Job, ranks: int) -> float:
 
 def summary(folder: Path, schedule: str) -> str:
     """The table of the folder's cells; incomplete ones are named and left out."""
-    cells, notes = [], []
+    cells, notes, reasons = [], [], dict[str, list[str]]()
     for path in sorted(folder.glob("*_*hosts_*.json")):
         report = read(path)
         cell = cell_of(report, schedule)
+        for line in absent(report):
+            reasons.setdefault(line, []).append(path.name)
         if report["interrupted"]:
             notes.append(f"{path.name}: interrupted, left out")
         elif cell is None:
@@ -192,6 +216,7 @@ def summary(folder: Path, schedule: str) -> str:
         else:
             cells.append(cell)
     cells.sort(key=lambda cell: (cell.shape, cell.ratio, cell.model))
+    notes += [f"{line} ({len(names)} cells, first {names[0]})" for line, names in reasons.items()]
     return "\n\n".join([markdown(cells), *notes])
 
 

@@ -122,6 +122,7 @@ class Pipeline:
             raise ValueError(
                 "on_step= and master_weights= are for steps of the pipeline: pass optimizer=, too"
             )
+        build.check_decided(Pipeline, locals())
         chain = model if isinstance(model, Chain) else Chain(model, inside, example, weights=weights)
         checkpoint.allow_state_dict(chain.model)
         mesh = mesh or (len(placements or ranks or range(self.fabric.size)), 1)
@@ -194,8 +195,7 @@ class Pipeline:
         self._health.check()
         batch = checked_pair(batch)
         self._sampling.check(local)
-        self._inputs.count_terms(self._periods, batch, local)
-        self._interpreter.exchange.shares.take(self._periods, batch, local)
+        self._inputs.take(self._interpreter.exchange, self._periods, batch, local)
         # Later steps read the batch again, and the caller may have overwritten it by then.
         self._inputs.add(self._periods, batch, copy=self._ahead > 0)
         self._periods += 1
@@ -289,9 +289,7 @@ class Pipeline:
         """
         self._health.check()
         batch = checked_pair(batch)
-        if count is None:
-            self._inputs.count_terms(EVALUATED, batch, local)
-        self._evaluation.exchange.shares.take(EVALUATED, batch, local)
+        self._inputs.take(self._evaluation.exchange, EVALUATED, batch, local, count is None)
         self._newest()
         # Outside of the caller's inference mode, whose tensors have no versions.
         off = torch.inference_mode(False), torch.no_grad()
@@ -347,6 +345,9 @@ class Pipeline:
         changed between two steps, on all ranks of a stage alike; call this again after each step.
         """
         self._newest()
+        for stage in self.stages.values():
+            if any(saved.version is stage.versions.newest for saved in stage.saved.values()):
+                stage.versions.part()
         leaves = [leaf for stage in self.stages.values() for leaf in stage.versions.newest.leaves]
         yield from dict.fromkeys(leaves)  # two stages may share one
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from itertools import accumulate, pairwise
@@ -86,6 +86,21 @@ def _reduction(loss: Any) -> str | None:
         return getattr(loss, "reduction", None)
     parameter = signature(loss).parameters.get("reduction")
     return None if parameter is None else parameter.default
+
+
+_DECIDED = "num_microbatches mesh ranks cuts placement bucket_bytes recompute placements mirrored".split()
+
+
+def check_decided(made: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """``ValueError`` for arguments of a pipeline that others decide."""
+    names: Sequence[str] = ("mesh",) if given["ranks"] is not None else ()
+    by, defaults = "ranks=", signature(made).parameters
+    if given["plan"] is not None:
+        by, names = "plan=", ("schedule", *_DECIDED)
+    elif isinstance(given["schedule"], Program):
+        by, names = "a Program", _DECIDED
+    if twice := [f"{name}=" for name in names if given[name] != defaults[name].default]:
+        raise ValueError(f"{by} decides what {', '.join(twice)} would: leave {', '.join(twice)} out")
 
 
 def choose(

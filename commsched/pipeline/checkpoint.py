@@ -135,7 +135,8 @@ def _stage(stage: Stage, update: Update) -> dict[str, Any]:
         "newest": stage.versions.newest.number,
         "versions": {n: _plain(list(v.data)) for n, v in stage.versions.live.items()},
         "modules": [dict(deepcopy(module.state_dict())) for module in stage.modules],
-        "saved": {micro: _kept(saved) for micro, saved in stage.saved.items()},
+        "unsaved": [_unsaved(module) for module in stage.modules],
+        "saved": {micro: _kept(stage, saved) for micro, saved in stage.saved.items()},
         "grads": {period: _plain(list(grads)) for period, grads in stage.grads.items()},
         "losses": dict(stage.losses),
         "forwards": stage.forwards,
@@ -143,18 +144,26 @@ def _stage(stage: Stage, update: Update) -> dict[str, Any]:
     }
 
 
-def _kept(saved: Saved) -> dict[str, Any]:
+def _unsaved(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that the state dict leaves out: training may change these, too."""
+    kept = module.state_dict().keys()
+    return {name: buffer.clone() for name, buffer in module.named_buffers() if name not in kept}
+
+
+def _kept(stage: Stage, saved: Saved) -> dict[str, Any]:
     if saved.weights is not None:
         raise ValueError("a checkpoint between the two halves of a backward is not possible")
     flags = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in saved.leaves]
+    is_live = saved.version is stage.versions.live[saved.version.number]
     return {
         "version": saved.version.number,
+        "weights": None if is_live else _plain(list(saved.version.data)),
         "leaves": _plain(saved.leaves),
         "flags": flags,
         "structure": tree_unflatten(range(len(saved.leaves)), saved.spec),
         "head": None if saved.head is None else (saved.head.targets, saved.head.weight, saved.head.counts),
         "random": saved.random,
-        "buffers": saved.buffers,
+        "buffers": stage.changed_buffers(saved),
         "cuts": saved.cuts,
     }
 
@@ -193,6 +202,9 @@ def resumed(pipeline: Running, state: dict[str, Any]) -> None:
 def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
     for module, kept in zip(stage.modules, state["modules"], strict=True):
         load_state(module, kept)
+    for module, unsaved in zip(stage.modules, state.get("unsaved", ())):  # older checkpoints have none
+        for name, value in unsaved.items():
+            module.get_buffer(name).copy_(value)
     versions = stage.versions
     newest = versions.newest
     versions.live = {
@@ -206,7 +218,7 @@ def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
     for period, grads in state["grads"].items():
         stage.grads[period] = [None if grad is None else grad.clone() for grad in grads]
     stage.losses.update(state["losses"])
-    stage.forwards = state.get("forwards", 0)  # older checkpoints have none
+    stage.forwards = state.get("forwards", 0)  # nor these
     for micro, kept in state["saved"].items():
         leaves = [
             leaf.clone().requires_grad_(flag) if isinstance(leaf, Tensor) else leaf
@@ -215,6 +227,8 @@ def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
         head = None if kept["head"] is None else Head(*kept["head"])
         spec = tree_flatten(kept["structure"])[1]
         version = versions.live[kept["version"]]
+        if (weights := kept.get("weights")) is not None:
+            version = Version(version.number, [nn.Parameter(tensor.clone()) for tensor in weights])
         saved = Saved(version, leaves, spec, head, kept["random"], micro, kept["cuts"])
         saved.buffers = kept.get("buffers", {})
         stage.restore(micro, saved)

@@ -307,10 +307,15 @@ class Inputs:
             targets = tree_map(_clone, batch[1]) if copy else batch[1]
         self.given[period] = inputs, targets
 
-    def count_terms(self, period: int, batch: Any, local: bool) -> None:
-        """Counts the terms of a batch whose loss is wanted."""
-        if self.terms is not None:
-            self.terms.take(period, batch[1], local)
+    def take(self, exchange: Exchange, period: int, batch: Any, local: bool, counts: bool = True) -> None:
+        """The rows of a batch, and its terms if its loss is wanted (``counts``). Nobody is told of a batch
+        that this rank refuses: others would take its terms for those of the next one.
+        """
+        terms = self.terms if counts else None
+        counted = None if terms is None else terms.counted(batch[1], local)
+        exchange.shares.take(period, batch, local)
+        if terms is not None:
+            terms.take(period, counted, local)
 
     def forget(self, period: int) -> None:
         self.given.pop(period, None)

@@ -200,13 +200,13 @@ class Terms(dict[int, float]):
         tellers = self._readers[:: layout.tile_count(last)]
         self._announced = Announcements(fabric.lane("terms"), fabric.rank, tellers, self._readers)
 
-    def take(self, period: int, targets: Any, local: bool) -> None:
-        """Counts a batch's terms, or those of this rank's part of it. ``ValueError`` for a batch without."""
+    def take(self, period: int, counted: float | None, local: bool) -> None:
+        """A batch's terms, or those of this rank's part of it. ``ValueError`` for a batch without."""
         if not local:
-            self[period] = _checked(self._counted(targets), period)
-            return
-        if self._rank in self._readers:
-            self._announced.announce(period, torch.tensor([self._counted(targets)], dtype=torch.float64))
+            assert counted is not None
+            self[period] = _checked(counted, period)
+        elif counted is not None:
+            self._announced.announce(period, torch.tensor([counted], dtype=torch.float64))
 
     def __missing__(self, period: int) -> float:
         self[period] = _checked(float(sum(self._announced.read(period))), period)
@@ -223,7 +223,10 @@ class Terms(dict[int, float]):
             self[period]
         self._announced.settle()
 
-    def _counted(self, targets: Any) -> float:
+    def counted(self, targets: Any, local: bool) -> float | None:
+        """The terms of some targets, before anybody is told; None on ranks that have none."""
+        if local and self._rank not in self._readers:
+            return None
         count = self._count(targets)
         try:
             terms = float(count)

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 Loss = Callable[[Any, Any], Tensor]
 Micro = tuple[int, int]
 """Micro-batch and period."""
+Attribute = tuple[dict[str, Any], str, Any]
+"""The attributes of a module, and the name and value of one."""
+_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,9 @@ class Saved:
     micro: Micro
     cuts: list[Cut | None]
     outputs: list[Any] = field(default_factory=list)
-    buffers: dict[int, Tensor] = field(default_factory=dict)  # by place: those that the forward has changed
+    buffers: dict[int, Tensor] = field(default_factory=dict)  # by place: as the forward found them
     weights: Callable[[], Any] | None = None
+    attributes: Sequence[Attribute] = ()
 
 
 class Stage:
@@ -126,6 +130,8 @@ class Stage:
             for key, buffer in part._buffers.items()
             if buffer is not None
         ]
+        self._attributes: Sequence[Attribute] = ()  # of this step, where another step may run its backward
+        self._found: dict[int, Tensor] = {}  # copies of the buffers, as the last forward found them
         self._shared = [(name, *_slot(module, name)) for name in shared]
         for each in (followed for part in self.modules for followed in part._stage_followed):  # type: ignore[union-attr]
             each.remember()  # tiles change modules
@@ -135,6 +141,24 @@ class Stage:
         self.versions.use_newest()
         for module in self.modules:
             follow_model(module)
+        if self.stays:
+            followed = [each for module in self.modules for each in module._stage_followed]  # type: ignore[union-attr]
+            parts = [vars(each.runs) for each in followed if each.runs is not None]
+            self._attributes = [(own, k, v) for own in parts for k, v in own.items() if type(v) in _PLAIN]
+
+    @contextmanager
+    def _as_forwarded(self, saved: Saved) -> Iterator[None]:
+        """With the modes and numbers that the modules had in the step of a forward: scripts have changed them
+        since, and a backward may repeat the forward, or a checkpointed block in it.
+        """
+        now = [(own, key, own[key]) for own, key, _ in saved.attributes if key in own]
+        try:
+            for own, key, value in saved.attributes:
+                own[key] = value
+            yield
+        finally:
+            for own, key, value in now:
+                own[key] = value
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Copies a state into the module; its copies share the parameters and get the same buffers."""
@@ -199,16 +223,12 @@ class Stage:
         leaves, spec, cuts = inputs
         self.forwards += 1
         random = random_state(self.device) if self._repeats else []
-        saved = Saved(version, leaves, spec, head, random, micro, cuts)
+        saved = Saved(version, leaves, spec, head, random, micro, cuts, attributes=self._attributes)
         self.saved[micro] = saved
         self.most_saved = max(self.most_saved, len(self.saved))
-        slots = self._buffer_slots if self._repeats else []
-        before = [((buffer := held[key]), buffer._version, buffer.clone()) for held, key in slots]
+        saved.buffers = self._copied_buffers() if self._repeats else {}
         with torch.no_grad() if self.recompute else nullcontext():
             saved.outputs = self.run(saved)
-        for place, ((held, key), (buffer, writes, copied)) in enumerate(zip(slots, before)):
-            if held[key] is not buffer or buffer._version != writes:
-                saved.buffers[place] = copied
         if head is not None and head.counts:
             self.losses[micro[1]] += float(saved.outputs[0].detach()) * head.weight
         outputs = saved.outputs
@@ -276,6 +296,11 @@ class Stage:
         unless ``split`` leaves them to ``weight_gradients``.
         """
         saved = self.saved[micro]
+        with self._as_forwarded(saved):
+            return self._backward(saved, grads, split)
+
+    def _backward(self, saved: Saved, grads: list[Tensor | None], split: bool) -> list[Tensor | None]:
+        micro = saved.micro
         if self.recompute:
             self._repeat(saved)
         # A checkpointed block is computed again in its backward.
@@ -373,13 +398,31 @@ class Stage:
 
     # Recomputation
 
+    def _copied_buffers(self) -> dict[int, Tensor]:
+        """The buffers as they are, by place; what has not changed shares the copy of an earlier forward.
+
+        Their values are compared: ``.data`` and batch norm's kernels change them without a new version. Any
+        may be another one when the forward is repeated: later forwards, an evaluation and scripts write, too.
+        """
+        self._found = {
+            place: copied if (copied := self._found.get(place)) is not None and _alike(copied, held[key])
+            else held[key].detach().clone()
+            for place, (held, key) in enumerate(self._buffer_slots)
+        }  # fmt: skip
+        return self._found
+
+    def changed_buffers(self, saved: Saved) -> dict[int, Tensor]:
+        """Those that are no longer as a forward has found them, by place, with their values then."""
+        slots = enumerate(self._buffer_slots)
+        return {n: saved.buffers[n] for n, (held, key) in slots if not _alike(saved.buffers[n], held[key])}
+
     def _repeat(self, saved: Saved) -> None:
         """The forward again, with the same random numbers and buffers; the buffers have had their update."""
         now = random_state(self.device)
         set_random_state(saved.random, self.device)
         kept = [(buffers, key, buffers[key]) for buffers, key in self._buffer_slots]
-        for place, (buffers, key, buffer) in enumerate(kept):
-            buffers[key] = saved.buffers.get(place, buffer).clone()
+        for place, (buffers, key, _) in enumerate(kept):
+            buffers[key] = saved.buffers[place].clone()
         # Some releases of torch also cache casts that autocast makes under no_grad: these have no graph.
         torch.clear_autocast_cache()
         try:
@@ -393,6 +436,7 @@ class Stage:
     def restore(self, micro: Micro, saved: Saved) -> None:
         """Takes up a micro-batch that was between forward and backward when it was saved."""
         self.saved[micro] = saved
+        saved.buffers = self._copied_buffers() | saved.buffers
         if not self.recompute:
             self._repeat(saved)
 
@@ -424,6 +468,11 @@ def _slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     path, _, key = name.rpartition(".")
     part = module.get_submodule(path)
     return (part._parameters if key in part._parameters else part._buffers), key
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    kinds = [(tensor.dtype, tensor.device, tensor.layout) for tensor in (one, other)]
+    return kinds[0] == kinds[1] and one.layout is torch.strided and torch.equal(one, other)
 
 
 def _is_flat(spec: Any, count: int) -> bool:
@@ -571,17 +620,28 @@ class Versions:
             self._free.append(self.live.pop(number).leaves)
         old = self.newest
         if needed(old.number):
-            made = (nn.Parameter(torch.empty_like(leaf)) for leaf in old.leaves)
-            leaves = self._free.pop() if self._free else list(made)
-            new = Version(old.number + 1, leaves)
-            if leaves:
-                torch._foreach_copy_(new.data, old.data)
+            new = Version(old.number + 1, self._copied(old))
         else:
             del self.live[old.number]
             new = Version(old.number + 1, old.leaves)
         self.live[new.number] = self.newest = new
         self.most = max(self.most, len(self.live))
         return new
+
+    def _copied(self, version: Version) -> list[nn.Parameter]:
+        """Other tensors, with the values of a version's."""
+        made = (nn.Parameter(torch.empty_like(leaf)) for leaf in version.leaves)
+        leaves = self._free.pop() if self._free else list(made)
+        if leaves:
+            torch._foreach_copy_([leaf.data for leaf in leaves], version.data)
+        return leaves
+
+    def part(self) -> None:
+        """Gives the newest version tensors of its own: a script may write to them, and what is in flight goes
+        on with those that it has.
+        """
+        self.newest = self.live[self.newest.number] = Version(self.newest.number, self._copied(self.newest))
+        self.use(self.newest)
 
     def reset(self, number: int) -> None:
         """The newest version becomes number ``number``, and the only one."""

@@ -96,11 +96,16 @@ def options_of(options: argparse.Namespace) -> argparse.Namespace:
     """The options with everything decided that depends on several of them."""
     if options.cuts and (options.config or options.plan):
         raise ValueError("--cuts cannot be combined with --config or --plan, which have cuts of their own")
+    _check_ignored(options)
     options.cuts = cuts_of(options.cuts)
     replicas = numbers("--num-data-parallel", options.replicas)
     options.replicas = replicas * options.depth if len(replicas) == 1 else replicas
     own = {"schedule": options.schedule, "microbatches": options.microbatches}
     options.schedule = options.schedule or ("ashpipe" if options.config else "1f1b")
+    if options.plan:
+        plan = PipelinePlan.load(options.plan)
+        options.schedule, options.microbatches = plan.schedule, plan.microbatches
+        options.placement, options.depth = plan.placement, len(plan.replicas)
     if options.kind == "bundle":
         _bundle(options)
     options.microbatches = options.microbatches or (1 if options.schedule in ("ashpipe", "bundle") else 4)
@@ -110,6 +115,27 @@ def options_of(options: argparse.Namespace) -> argparse.Namespace:
     if options.config:
         _files(options, {name: value for name, value in own.items() if value})
     return options
+
+
+_FLAGS = {"replicas": "--num-data-parallel", "microbatches": "--num-microbatches", "kind": "bundle"}
+
+
+def _check_ignored(options: argparse.Namespace) -> None:
+    """``ValueError`` for options that would change nothing."""
+    plain, shape = parse([]), "depth replicas"
+    decided = f"{shape} schedule microbatches placement recompute hop config kind"
+    bundles = "num_hp world_size rank IP port shape across DP_ONLY"
+    for names, is_read, why in (
+        (decided, not options.plan, "--plan decides it"),
+        (shape, not options.config, "--config decides it"),
+        ("graph", options.config, "it belongs to --config"),
+        (bundles, options.kind == "bundle", "it belongs to bundle"),
+        ("layers seconds layer_bytes", options.model == "paced", "it belongs to --model paced"),
+    ):
+        for name in names.split():
+            if not is_read and getattr(options, name) != getattr(plain, name):
+                flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+                raise ValueError(f"{flag}: {why}, leave it out")
 
 
 def _files(options: argparse.Namespace, chosen: dict[str, object]) -> None:
@@ -140,11 +166,11 @@ def _model(options: argparse.Namespace) -> str:
 
 def _late(options: argparse.Namespace) -> bool:
     """Whether a stage applies gradients of earlier steps."""
-    if not options.plan:
-        return any(delays(generate(options.schedule, options.depth, options.microbatches)))
-    plan = PipelinePlan.load(options.plan)
-    virtual = virtual_option(plan.schedule, len(plan.cuts) // len(plan.replicas))
-    return any(delays(generate(plan.schedule, len(plan.replicas), plan.microbatches, **virtual)))
+    virtual = {}
+    if options.plan:
+        plan = PipelinePlan.load(options.plan)
+        virtual = virtual_option(plan.schedule, len(plan.cuts) // len(plan.replicas))
+    return any(delays(generate(options.schedule, options.depth, options.microbatches, **virtual)))
 
 
 def _bundle(options: argparse.Namespace) -> None:

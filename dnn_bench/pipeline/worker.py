@@ -32,6 +32,7 @@ from commsched.pipeline.interpreter import Span, handling
 from commsched.pipeline.profiling import message_link, traffic_cost
 from commsched.pipeline.rows import border, cut
 from dnn_bench.pipeline.jobs import job_of
+from scheduler.formats.pipeline_plan import PipelinePlan
 from scheduler.ir.layout import Layout
 from scheduler.ir.link import Cluster, Link
 from scheduler.ir.profile import Profile
@@ -126,16 +127,17 @@ def _pipeline(options: Namespace, job: Job, placement: str) -> Pipeline:
     common: dict[str, Any] = {"loss": job.loss, "optimizer": job.optimizer}
     model = copy.deepcopy(job.model)
     if options.plan:
-        return Pipeline(model, plan=options.plan, **common)
+        return Pipeline(model, plan=replace(PipelinePlan.load(options.plan), placement=placement), **common)
     if options.ranks:
         common["ranks"] = options.ranks
+    else:
+        common["mesh"] = (options.depth, options.replicas)
     if options.hop > 1:
         common["hop"] = options.hop
     return Pipeline(
         model,
         options.schedule,
         options.microbatches,
-        (options.depth, options.replicas or 1),
         cuts=options.cuts,
         placement=placement,
         recompute=options.recompute,

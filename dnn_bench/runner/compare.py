@@ -143,6 +143,7 @@ class Comparison:
     interrupted: bool = False
     measured: results.Measured = field(default_factory=lambda: defaultdict(list))
     crew: Crew | None = None  # whose ranks may stay for the next comparison; without one, none do
+    _doubts: list[str] = field(default_factory=list)
 
     def run(self) -> dict[str, Any]:
         with ExitStack() as stack:
@@ -268,8 +269,8 @@ class Comparison:
             if row.reason:
                 row.status = WRONG
                 return
-        if least := SETTLE.get(row.kind, 0):
-            ranks.call("settle", least)
+        if (least := SETTLE.get(row.kind, 0)) and not all(ranks.call("settle", least)):
+            self._doubts.append(f"{row.name} was timed while its plan was still searched or tried")
 
     def _time(self, row: Row, ranks: RankSet) -> None:
         blocks, stolen = self._undisturbed(row, ranks, "block", self.effort.warmup, self.effort.iterations)
@@ -314,7 +315,7 @@ class Comparison:
         order = [entry.name for entry in self.entries]
         self.rows.sort(key=lambda row: order.index(row.name))
         predictions = results.predictions(self.measured, self.rows, self.place.size, self.place.per_host)
-        predictions["doubts"] += results.disturbances(self.rows)
+        predictions["doubts"] += [*self._doubts, *results.disturbances(self.rows)]
         samples = self.place.size * self.job.rank_batch
         bounds = predictions["bounds"]
         return {

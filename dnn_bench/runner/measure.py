@@ -28,14 +28,14 @@ LEAST_REPEATS = 2
 SAMPLE_SECONDS = 0.004
 
 
-def settle(trainer: Trainer, least: int, most: int = 400) -> int:
-    """Trains at least so many iterations, until no plan is searched any more; returns how many."""
+def settle(trainer: Trainer, least: int, most: int = 400) -> bool:
+    """Trains at least so many iterations, until no plan is searched any more; returns whether it is so."""
     batch, done = trainer.job.local_batch(trainer.rank), 0
     while done < least or (done < most and not trainer.is_settled()):
         trainer.iteration(*batch)
         done += 1
     trainer.finish()
-    return done
+    return trainer.is_settled()
 
 
 def run_block(trainer: Trainer, warmup: int, iterations: int) -> dict[str, Any]:

@@ -223,11 +223,9 @@ def notes(report: dict[str, Any]) -> list[str]:
         if beside:
             line += f"; with the compute as it is beside the same traffic: {ms(beside)} ms"
         lines.append(line)
+    lines += absent(report)
     for entry in report["baselines"]:
-        if entry["status"] != "ok":
-            first_line = entry["reason"].strip().splitlines()[0]
-            lines.append(f"{entry['name']}: {entry['status']}: {first_line}")
-        elif entry["reason"]:
+        if entry["status"] == OK and entry["reason"]:
             lines.append(f"{entry['name']}: {entry['reason']}")
         if entry.get("changes") and "time" in entry:
             changes = ", ".join(f"{name}={value}" for name, value in entry["changes"].items())
@@ -238,6 +236,15 @@ def notes(report: dict[str, Any]) -> list[str]:
     if report["interrupted"]:
         lines.append("interrupted: the figures are of what was measured until then")
     return lines
+
+
+def absent(report: dict[str, Any]) -> list[str]:
+    """Which baselines have no figures, and why."""
+    return [
+        f"{entry['name']}: {entry['status']}: {entry['reason'].strip().partition(chr(10))[0]}"
+        for entry in report["baselines"]
+        if entry["status"] != OK
+    ]
 
 
 def throughput_lines(report: dict[str, Any]) -> list[str]:

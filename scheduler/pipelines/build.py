@@ -220,7 +220,12 @@ def _placed(
             )
         return place(placements, replicas, mirrored)
     if mirrored:
-        return place([Samples()] * stages, replicas if isinstance(replicas, int) else 0, mirrored)
+        if ranks is not None or not isinstance(replicas, int):
+            raise ValueError(
+                "mirrored replicas are on the same ranks in opposite order, so that all positions have as"
+                f" many, and nobody chooses the ranks; got replicas {replicas} and ranks {ranks}"
+            )
+        return place([Samples()] * stages, replicas, mirrored)
     if ranks is not None:
         if len(ranks) != stages:
             raise ValueError(f"ranks must list the ranks of each of {stages} positions, got {len(ranks)}")

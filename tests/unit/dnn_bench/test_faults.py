@@ -15,7 +15,21 @@ from typing import Any
 import pytest
 from torch import nn
 
-from dnn_bench.faults import KINDS, STRANGER, Fault, Job, Member, Outcome, draw, judge, lose, names, summary
+from dnn_bench.faults import (
+    KINDS,
+    STRANGER,
+    Fault,
+    Job,
+    Member,
+    Outcome,
+    draw,
+    judge,
+    lose,
+    names,
+    parse,
+    report,
+    summary,
+)  # fmt: skip
 from dnn_bench.runner.elastic_worker import Training, digest, values
 from tests.support.needs import needs_root
 
@@ -262,3 +276,12 @@ def test_the_table_tells_hangs() -> None:
     )
     assert [row["kind"] for row in rows] == ["stop"]
     assert (rows[0]["count"], rows[0]["hangs"], rows[0]["seen_max"], rows[0]["whole_max"]) == (2, 1, 10.0, "")
+
+
+def test_the_command_of_a_table_makes_it_again(tmp_path: Path) -> None:
+    shape = {"hosts": 3, "per_host": 2, "faults": 1, "seed": 5, "only": "stop", "patience": 240.0}
+    outcome = Outcome(Fault(0, "stop", 0.0, 0.0, 0.0, 0.0), 1, seen=10.0, again=11.0, whole=12.0)
+    report([outcome], argparse.Namespace(output=tmp_path, **shape))
+    (line,) = [x for x in (tmp_path / "faults.csv").read_text().splitlines() if x.startswith("# command: ")]
+    again = parse(line.partition("dnn_bench faults ")[2].split())
+    assert vars(again) == {**shape, "output": None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,14 @@ from dnn_bench.cluster import ClusterError
 
 def row(name: str, *times: float) -> dict[str, Any]:
     middle = sorted(times)[len(times) // 2]
-    return {"name": name, "time": middle, "low": min(times), "high": max(times), "times": list(times)}
+    return {
+        "name": name,
+        "status": "ok",
+        "time": middle,
+        "low": min(times),
+        "high": max(times),
+        "times": list(times),
+    }
 
 
 def report(*ours: float) -> dict[str, Any]:
@@ -53,6 +61,17 @@ def test_a_baseline_that_failed_leaves_no_answer() -> None:
     rows = report(0.4, 0.4, 0.4)
     rows["baselines"][1] = {"name": "ddp", "status": "failed", "reason": "a rank died"}
     assert first.answer(rows) == ["No answer: ddp could not be measured.", "ddp: a rank died"]
+
+
+def test_ctrl_c_ends_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It went on with the first steps, or ended with an error about the numbers of repetitions."""
+    stopped = {**report(0.4, 0.4), "interrupted": True}
+    monkeypatch.setattr("dnn_bench.runner.compare.compare", lambda *_: stopped)
+    monkeypatch.setattr("dnn_bench.runner.sets.asked", lambda *_: pytest.fail("it goes on"))
+    assert first.main(["--local", "--html", str(tmp_path / "x.html")]) == 130
+    assert capsys.readouterr().err == ""
 
 
 def test_without_root_the_loopback_is_used_and_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ def test_until_the_plan_is_found(least: int, settled_after: int, done: int) -> N
         rank=1,
         job=SimpleNamespace(local_batch=lambda rank: ("inputs", rank)),
         iteration=lambda *batch: steps.append(batch),
-        is_settled=lambda: len(steps) >= settled_after,
+        is_settled=lambda: steps.count(("inputs", 1)) >= settled_after,
         finish=lambda: steps.append("finished"),
     )
-    assert settle(trainer, least) == done
+    assert settle(trainer, least) is (settled_after <= done)  # else a comparison tells its doubt
     assert steps == [("inputs", 1)] * done + ["finished"]

@@ -25,6 +25,7 @@ def report(
         {
             "name": name,
             "kind": KINDS.get(name, "peer"),
+            "status": "ok",
             "time": sorted(values)[len(values) // 2],
             "times": values,
             "sent": (9 + len(name)) * 1e6,
@@ -32,7 +33,7 @@ def report(
         }
         for name, values in times.items()
     ]
-    rows.append({"name": "fsdp2", "kind": "peer", "status": "missing"})
+    rows.append({"name": "fsdp2", "kind": "peer", "status": "missing", "reason": "no torch\n2"})
     place = {"ranks": hosts * per_host, "hosts": hosts, "per_host": per_host, "links": ["1gbit"] * hosts}
     whole = {"job": {"model": model}, "place": place, "baselines": rows, "interrupted": False}
     bounds = {"bounds": [0.7, 7.0, 0.7], "bounds_beside": [0.9, 9.0, 0.9]}
@@ -102,6 +103,7 @@ def test_the_summary_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "| 2 | 1 | 1 | 1.50 | 1.80 | 2.00 |  |" in lines
     assert "- mlp, 2 hosts, ratio 1: the link's times scatter" in lines
     assert "mlp_2hosts_2.json: interrupted, left out" in lines
+    assert "fsdp2: missing: no torch (2 cells, first mlp_2hosts_1.json)" in lines
     assert not Wanted("mlp", Shape(2), 1, tmp_path).missing
     others = [Wanted("mlp", *other, tmp_path) for other in ((Shape(2), 2), (Shape(4), 1), (Shape(2, 4), 1))]
     assert all(other.missing for other in others)

@@ -13,6 +13,7 @@ from dnn_bench.runner.compare import Effort, Watcher
 from dnn_bench.suite import Shape, Wanted
 
 LOCAL = {"vgg_tiny": [{"name": "local", "time": 2.0}]}  # what comparisons find, where they find anything
+STATUS = {"horovod": "missing", "zero1": "wrong"}
 
 
 class FakeCluster:
@@ -45,7 +46,8 @@ def interrupted_after(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             count[0] += 1
             place = {"ranks": self.hosts, "links": ["1mbit"], "per_host": self.per_host, "names": self.names}
             job = {"model": self.model, "batch": self.batch}
-            what = {"job": job, "place": place, "baselines": LOCAL.get(self.model, [])}
+            rows = [{"name": name, "status": STATUS.get(name, "ok"), "reason": "why"} for name in self.names]
+            what = {"job": job, "place": place, "baselines": [*LOCAL.get(self.model, []), *rows]}
             return {**what, "interrupted": count[0] >= limit[0]}
 
     FakeCluster.events = []
@@ -68,7 +70,8 @@ def test_one_cluster_per_model_whose_links_change(
     interrupted_after: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells = [Wanted(name, Shape(2), ratio, tmp_path) for name in ("mlp", "bert_tiny") for ratio in (0.5, 1.0)]
-    cells[0].path.write_text(json.dumps({"interrupted": False, "baselines": []}))
+    kept = {"interrupted": False, "baselines": [], "job": {"batch": 2048}}
+    cells[0].path.write_text(json.dumps(kept))
     told = measure(cells, capsys)
     assert told == [
         "mlp, 2 hosts, ratio 1: 8mbit",
@@ -116,6 +119,38 @@ def test_a_share_of_the_models_own_batch(
     what = ["--models", "mlp", "--ratios", "1", "--baseline", "ddp", "--out", str(tmp_path)]
     assert suite.main([*what, *arguments]) == 0
     assert json.loads((tmp_path / "mlp_2hosts_1.json").read_text())["job"]["batch"] == batch
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--baseline", "ddp", "--batch", "0.25"], "measured with a batch of 2048, and not of 512"),
+        (["--baseline", "ddp,fsdp2"], "measured without fsdp2"),
+    ],
+)
+def test_cells_of_other_options_are_not_taken_for_these(
+    arguments: list[str],
+    message: str,
+    interrupted_after: list[int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    what = ["--models", "mlp", "--ratios", "1", "--out", str(tmp_path)]
+    assert suite.main([*what, "--baseline", "ddp"]) == 0
+    assert suite.main([*what, "--baseline", "ddp"]) == 0
+    assert suite.main([*what, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_wrong_baseline_is_told_and_changes_the_exit_status(
+    interrupted_after: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what = ["--models", "mlp", "--ratios", "0.5,1", "--out", str(tmp_path)]
+    assert suite.main([*what, "--baseline", "horovod"]) == 0
+    assert "horovod: missing: why (2 cells, first mlp_2hosts_0.5.json)" in capsys.readouterr().out
+    what[-1] += "/other"
+    assert suite.main([*what, "--baseline", "zero1"]) == 1
+    assert "zero1: wrong: why (2 cells, first mlp_2hosts_0.5.json)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("share", ["0", "-1", "inf", "nan"])

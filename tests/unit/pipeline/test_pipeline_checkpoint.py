@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from commsched.pipeline import Pipeline
 from tests.support.pipeline_runs import (
+    WIDTH,
     adam,
     assert_close,
     batches,
@@ -81,6 +83,47 @@ def test_goes_on_with_the_same_bits(schedule: str, count: int, mesh: Any, layers
     for weights, values in on_threads(size, work):
         assert values == losses
         assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+
+
+class Averaging(nn.Module):
+    """Its running mean is in no state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.ones(WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if self.training:
+            self.mean.mul_(0.5).add_(y.detach().abs().mean(0), alpha=0.5)
+        return y / (1 + self.mean.clone())
+
+
+@pytest.mark.parametrize(("schedule", "count", "recompute"), [("1f1b", 2, False), ("2bw", 2, True)])
+def test_buffers_that_are_not_in_the_state_dict_go_on(schedule: str, count: int, recompute: bool) -> None:
+    torch.manual_seed(0)
+    model, data = nn.Sequential(Averaging(), Averaging()).double(), batches(5)
+
+    def run(stops: bool) -> Any:
+        def work(fabric: Any) -> Any:
+            options: Any = {"loss": loss_of, "optimizer": adam, "fabric": fabric, "recompute": recompute}
+            pipeline = Pipeline(copy.deepcopy(model), schedule, count, (2, 1), **options)
+            for number, batch in enumerate(data):
+                if stops and number == 3:
+                    state = through_a_file(pipeline.checkpoint())
+                    pipeline.close()
+                    pipeline = Pipeline(copy.deepcopy(model), schedule, count, (2, 1), **options)
+                    pipeline.resume(state)
+                pipeline.step(batch)
+            pipeline.drain()
+            return pipeline.evaluate(data[0]), pipeline.state_dict()
+
+        return on_threads(2, work)[0]
+
+    (loss, wanted), (found, weights) = run(False), run(True)
+    assert found == loss
+    assert all(torch.equal(weights[name], value) for name, value in wanted.items())
 
 
 def test_a_checkpoint_changes_nothing() -> None:
@@ -161,3 +204,45 @@ def test_drained_pipelines_fill_again() -> None:
     weights, losses = on_threads(3, work)[0]
     assert [value is None for value in losses] == 2 * [True, True, False, False, False]
     assert all(bool(torch.isfinite(value).all()) for value in weights.values())
+
+
+@pytest.mark.few
+@pytest.mark.parametrize(("schedule", "count", "mesh"), [("pipedream", 1, (2, 1)), ("2bw", 2, (2, 2))])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_that_a_script_changes_while_others_are_in_flight(
+    schedule: str, count: int, mesh: Any, recompute: bool
+) -> None:
+    """What is in flight ends with the weights of its forward, also after a checkpoint."""
+    model, data = chain_model(4), batches(6)
+
+    def run(change: str, again: bool = recompute, stop: int = -1) -> Any:
+        def work(fabric: Any) -> Any:
+            options: Any = {"loss": loss_of, "optimizer": adam, "fabric": fabric, "recompute": again}
+            pipeline, losses = Pipeline(copy.deepcopy(model), schedule, count, mesh, **options), []
+            for number, batch in enumerate(data):
+                losses.append(pipeline.step(batch))
+                with torch.no_grad():
+                    if change == "swap":
+                        before = [p.clone() for p in pipeline.parameters()]
+                        for p in pipeline.parameters():
+                            p.zero_()
+                        pipeline.evaluate(batch)
+                        for p, value in zip(pipeline.parameters(), before, strict=True):
+                            p.copy_(value)
+                    elif change:
+                        for p in pipeline.parameters():
+                            (p.data if change == "data" else p).mul_(0.8)
+                if number == stop:
+                    state = through_a_file(pipeline.checkpoint())
+                    pipeline.close()
+                    pipeline = Pipeline(copy.deepcopy(model), schedule, count, mesh, **options)
+                    pipeline.resume(state)
+            losses += pipeline.drain()
+            return losses, list(pipeline.state_dict().values())
+
+        losses, weights = on_threads(mesh[0] * mesh[1], work)[0]
+        return losses, [value.tolist() for value in weights]
+
+    assert run("swap") == run("")
+    changed = run("write")
+    assert changed == run("data") == run("write", not recompute) == run("write", stop=3)

@@ -284,7 +284,27 @@ def test_a_plan_tells_its_schedule(tmp_path: Path) -> None:
     for schedule, model in (("1f1b", "bert_tiny"), ("2bw", "bert_tiny_classifier")):
         plan = PipelinePlan("", (4, 4), schedule, 2, (0, 1), (1, 1), pair, "bubble", (0, 1), 1.0, 1.0, (8, 8))
         plan.save(tmp_path / "plan.json")
-        assert options("--plan", str(tmp_path / "plan.json"), "--model", "bert_tiny").model == model
+        made = options("--plan", str(tmp_path / "plan.json"), "--model", "bert_tiny")
+        # Costs were measured for a fourth of a step's rows, whatever the plan's micro-batches.
+        assert (made.model, made.schedule, made.microbatches) == (model, schedule, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--plan plan.json --num-microbatches 8", "--num-microbatches: --plan decides it"),
+        ("--plan plan.json --num-data-parallel 2", "--num-data-parallel: --plan decides it"),
+        ("--plan plan.json --recompute", "--recompute: --plan decides it"),
+        ("--plan plan.json --hop 2", "--hop: --plan decides it"),
+        ("--config conf.json --num-data-parallel 2", "--num-data-parallel: --config decides it"),
+        ("--graph gpus=4.txt", "--graph: it belongs to --config"),
+        ("--world-size 2", "--world-size: it belongs to bundle"),
+        ("--model mlp_tiny --layers 12", "--layers: it belongs to --model paced"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(words: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        options(*words.split())
 
 
 @pytest.mark.parametrize(

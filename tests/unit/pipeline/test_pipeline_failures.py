@@ -280,6 +280,23 @@ def test_a_plan_runs_and_impossible_memory_is_refused(tmp_path: Any) -> None:
         partition(profile_of(model), small, "2bw", microbatches=2)
 
 
+def test_arguments_that_others_decide(tmp_path: Any) -> None:
+    """A plan or program was used as it is, and ``mesh=`` beside ``ranks=`` was not read."""
+    cluster = Cluster.flat(2, Link(1e-6, 1e-12))
+    partition(profile_of(chain_model(2)), cluster, "2bw", microbatches=2).save(tmp_path / "plan.json")
+    program = generate("1f1b", 2, 2)
+    for given, said in (
+        ({"plan": tmp_path / "plan.json", "num_microbatches": 4}, "plan= decides .* num_microbatches="),
+        ({"plan": tmp_path / "plan.json", "schedule": "gpipe"}, "plan= decides .* schedule="),
+        ({"schedule": program, "recompute": True, "mesh": (2, 1)}, "a Program decides .* mesh=, recompute="),
+        ({"ranks": [[0], [1]], "mesh": (2, 3)}, "ranks= decides .* mesh="),
+        ({"ranks": [[1], [0]], "mirrored": True}, "mirrored .* nobody chooses the ranks; got .*1.*0"),
+        ({"mesh": (2, [1, 1]), "mirrored": True}, r"mirrored .* as many, .* replicas \[1, 1\]"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            on_threads(2, lambda fabric, given=given: make(fabric, **given))
+
+
 class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x

@@ -19,6 +19,7 @@ from scheduler.ir.layout import Placement, Samples, Tiles
 from tests.support.pipeline_runs import (
     WIDTH,
     assert_close,
+    batches,
     chain_model,
     differ,
     momentum,
@@ -235,6 +236,40 @@ def test_a_step_without_a_term_is_an_error_on_every_rank_and_the_next_one_trains
 
     for state in on_threads(2, work):
         assert_close(state, wanted, EXACT)
+
+
+@pytest.mark.parametrize("refusing", [(1,), (0, 1)])
+def test_a_batch_that_is_refused_is_counted_by_nobody(refusing: tuple[int, ...]) -> None:
+    """Its terms had been told already, and stood for those of later steps."""
+    model, data = chain_model(2), batches(3)
+
+    def run(refused: bool) -> Any:
+        def work(fabric: Any) -> list[Any]:
+            pipeline = Pipeline(
+                copy.deepcopy(model), "1f1b", 1, (1, 2), loss=positive_sum, count=positive, optimizer=sgd,
+                fabric=fabric,
+            )  # fmt: skip
+            losses = []
+            for x, y in data:
+                rows = pipeline.rows(len(y))
+                if refused and fabric.rank in refusing:
+                    with pytest.raises(ValueError, match="the same number of rows"):
+                        pipeline.step((x[rows][1:], y[rows]), local=True)
+                losses.append(pipeline.step((x[rows], y[rows]), local=True))
+            pipeline.close()
+            return losses
+
+        return on_threads(2, work, 20)[0]
+
+    assert run(True) == run(False)
+
+
+def positive(targets: Tensor) -> Tensor:
+    return (targets > 0).sum()
+
+
+def positive_sum(outputs: Tensor, targets: Tensor) -> Tensor:
+    return ((outputs - targets) * (targets > 0)).square().sum()
 
 
 def test_a_local_step_without_a_term_ends_every_rank() -> None:

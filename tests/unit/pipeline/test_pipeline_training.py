@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from commsched.pipeline import Chain, Pipeline, split
 from tests.support.pipeline_runs import (
@@ -240,6 +241,73 @@ def test_recomputation_changes_neither_dropout_nor_statistics(recompute: bool) -
     assert first == second
     assert all(torch.equal(found[name], value) for name, value in plain.items())
     assert int(found["norm.num_batches_tracked"]) == 12
+
+
+class Scaled(nn.Module):
+    """Divides by a buffer: the largest value so far, which most forwards only read, or a running mean."""
+
+    def __init__(self, writes: str) -> None:
+        super().__init__()
+        self.linear, self.writes, self.factor = nn.Linear(WIDTH, WIDTH), writes, 1.0
+        self.register_buffer("scale", torch.full((), 0.1))
+        self.checkpointed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._run, x, use_reentrant=False) if self.checkpointed else self._run(x)
+
+    def _run(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        size = y.detach().abs().max()
+        if self.writes == "data":
+            self.scale.data.mul_(0.5).add_(size, alpha=0.5)
+        elif self.writes == "sometimes" and size > self.scale:
+            self.scale.copy_(size)
+        y = y / self.scale.clone() * self.factor
+        return torch.tanh(y) if self.training else y
+
+
+@pytest.mark.parametrize(
+    ("writes", "schedule", "count"),
+    [
+        ("sometimes", "gpipe", 4),
+        ("data", "gpipe", 4),
+        ("script", "2bw", 2),
+        ("attributes", "2bw", 2),
+        ("attributes", "checkpoint", 1),
+    ],
+)
+def test_recomputation_finds_the_modules_as_its_forward(writes: str, schedule: str, count: int) -> None:
+    """Later forwards have written to buffers meanwhile, or a script has changed them, modes or numbers."""
+    torch.manual_seed(0)
+    model, data = nn.Sequential(Scaled(writes), nn.Tanh(), Scaled(writes)).double(), batches(4)
+
+    def run(again: bool) -> Any:
+        def work(fabric: Any) -> Any:
+            mine = copy.deepcopy(model)
+            blocks: Any = (mine[0], mine[2])
+            options: Any = {"loss": loss_of, "optimizer": momentum, "fabric": fabric}
+            if schedule == "checkpoint":
+                blocks[0].checkpointed = blocks[1].checkpointed = again
+                pipeline = Pipeline(mine, "pipedream", count, (2, 1), **options)
+            else:
+                pipeline = Pipeline(mine, schedule, count, (2, 1), **options, recompute=again)
+            losses = []
+            for number, batch in enumerate(data):
+                losses.append(pipeline.step(batch))
+                for block in blocks:
+                    if writes == "script":
+                        block.scale.fill_(1.0 + number)
+                    elif writes == "attributes":
+                        block.factor = 1.0 + number
+                        block.train(number != 1)
+            losses += pipeline.drain()
+            return losses, pipeline.state_dict()
+
+        return on_threads(2, work)[0]
+
+    (losses, plain), (again, found) = run(False), run(True)
+    assert losses == again
+    assert all(torch.equal(found[name], value) for name, value in plain.items())
 
 
 @pytest.mark.parametrize(("schedule", "count"), [("1f1b", 2), ("bundle", 1)])
