@@ -79,10 +79,11 @@ def two_tier_transport(
 ) -> _C.TwoTierTransport:
     """Return the exchange in two tiers over new boards. Collective; raises like `open_boards`.
 
-    Segments have 128 KB by default, or what keeps a board of many ranks within 16 MB.
+    Segments have 128 KB by default, or what keeps a board of many ranks within 16 MB: whole KB, which hold
+    whole blocks of int8 and fp8.
     """
     if segment_bytes is None:
-        segment_bytes = max(_LEAST, min(_MOST, _BOARD // (2 * depth * len(hosts)))) // 64 * 64
+        segment_bytes = max(_LEAST, min(_MOST, _BOARD // (2 * depth * len(hosts)))) // 1024 * 1024
     size = _C.TwoTierTransport.board_bytes(len(hosts), segment_bytes, depth)
     with open_boards(channel, rank, hosts, size, timeout_seconds) as files:
         transport = _C.TwoTierTransport(channel, rank, hosts, files, segment_bytes, depth)

@@ -21,7 +21,7 @@ import torch
 
 import comm_core
 from commsched.backends.interface import Backend, StepWork, as_real
-from commsched.backends.ranks import Ranks, ranks_text
+from commsched.backends.ranks import Ranks
 from commsched.collectives.carrier import carrier, epoch
 from commsched.collectives.job import ProcessSet, registered_id
 from commsched.collectives.operations import Sum, allgather, allreduce_, reducescatter
@@ -264,10 +264,7 @@ def flat(size: int, whole: bool = True) -> str:
 
 
 def choose(process_set: ProcessSet, whole: bool = True) -> str:
-    """Return the transport of ``auto``: ``tiers`` where ranks share a host.
-
-    Without ``whole``, for blocks of int8 and fp8, which ``tiers`` move inside a single host only.
-    """
+    """Return the transport of ``auto``: ``tiers`` where ranks share a host; ``whole`` as in ``flat``."""
     size = int(process_set.size())  # type: ignore[arg-type]
     name = flat(size, whole)
     try:
@@ -275,7 +272,7 @@ def choose(process_set: ProcessSet, whole: bool = True) -> str:
     except ValueError as error:
         _tell_flat(process_set.rank() == 0, name, _MORE_BYTES, error)
         return name
-    return "tiers" if hosts < size and (whole or hosts == 1) else name
+    return "tiers" if hosts < size else name
 
 
 # What a flat transport costs ranks of several hosts, and ranks of one.
@@ -289,21 +286,18 @@ def _tell_flat(is_first: bool, name: str, cost: str, reason: Exception) -> None:
         _log.warning("transport=%r, not 'tiers', %s: %s", name, cost, reason)
 
 
-def tiers_between(
-    link: comm_core.TcpChannel, ranks: Sequence[int], asked: str, name: str, whole: bool = True
-) -> Any:
+def tiers_between(link: comm_core.TcpChannel, ranks: Sequence[int], asked: str, name: str) -> Any:
     """Return the exchange in two tiers between these ranks of the job, over connections between them.
 
-    None where no ranks share a host, or without ``whole`` (blocks of int8 or fp8 travel) on several hosts, or
-    where no memory can be shared, with a warning that names the flat transport `name`. If ``tiers`` were
-    asked for, the last two raise, on all of these ranks. Collective.
+    None where no ranks share a host, or where no memory can be shared, with a warning that names the flat
+    transport `name`; if ``tiers`` were asked for, that raises. Collective.
     """
     cost = _MORE_BYTES
     try:
         hosts = hosts_of_ranks(ranks)
         number = len(set(hosts))
         cost = _MORE_BYTES if number > 1 else _LOOPBACK
-        if (asked == "tiers" or number < len(hosts)) and (whole or number == 1):
+        if asked == "tiers" or number < len(hosts):
             return data_board(link, ranks)
     except (ValueError, comm_core.NotShared) as error:
         if asked == "tiers":
@@ -311,12 +305,6 @@ def tiers_between(
         _tell_flat(carrier().launch.rank == ranks[0], name, cost, error)
     except comm_core.EngineError as error:
         raise CommError(str(error)) from error
-    if asked == "tiers":
-        raise ValueError(
-            f"rank {carrier().launch.rank}: transport='tiers' moves gradients of Compression.int8 and fp8"
-            f" inside one host only, and {ranks_text(ranks)} are on {number} hosts; leave transport= and"
-            " COMMSCHED_TRANSPORT out, or use transport='direct' or another compression"
-        )
     return None
 
 
@@ -344,7 +332,7 @@ def _tiers_or_flat(
     """Return ``tiers``, or where no memory can be shared a flat transport; raise if tiers were asked for."""
     ranks = ranks_of(process_set)
     name = flat(len(ranks), whole)
-    tiers = tiers_between(link, ranks, asked, name, whole)
+    tiers = tiers_between(link, ranks, asked, name)
     return (name, _flat_transport(name, link, process_set)) if tiers is None else ("tiers", tiers)
 
 

@@ -365,8 +365,8 @@ def check_blocks(code: str, transport: Any, params: Sequence[torch.Tensor], one_
         )
     named = transport is None or isinstance(transport, str)  # else it is a backend
     wanted = wanted_transport(transport) if named else transport.name
-    if wanted not in (None, "auto", "direct", "tiers"):  # ``tiers_between`` refuses tiers on several hosts
+    if wanted not in (None, "auto", "direct", "tiers"):
         raise ValueError(
-            f"{refused} over transport {wanted!r}, because each gradient must be rounded once and summed by"
-            " its owner; leave transport= and COMMSCHED_TRANSPORT out, or use transport='direct'"
+            f"{refused} over transport {wanted!r}, which does not bring what is rounded to the owner of its"
+            " sum; leave transport= and COMMSCHED_TRANSPORT out, or use transport='direct'"
         )

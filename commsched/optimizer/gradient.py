@@ -287,9 +287,10 @@ class Residuals:
     """What quantising has lost so far of the gradients of one optimizer (error feedback).
 
     The engine adds a residual to the next values before it rounds them, and leaves the new one in its place.
-    Each rank has residuals of its own gradients (``sent``), scaled as they are sent. The owner of a shard has
-    those of the shard's sums too (``sums``), scaled as all ranks get them, where gradients are gathered.
-    All are zero at first. ``params``: the quantised parameters by index; there may be none.
+    Each rank has residuals of what it sends (``sent``), scaled as it is sent: of its own gradients, in two
+    tiers of its host's sums of some shards. The engine brings those of a new plan's shards to their ranks.
+    The owner of a shard has those of the shard's sums too (``sums``), scaled as all ranks get them, where
+    gradients are gathered. All are zero at first. ``params``: the quantised parameters by index, or none.
     """
 
     def __init__(

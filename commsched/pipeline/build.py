@@ -19,7 +19,7 @@ from commsched.errors import CommError
 from commsched.optimizer.whole_step import ELEMENTWISE
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.messages import Fabric, Lane, everyones, from_first
-from commsched.pipeline.reduction import ReplicaBuckets, Replicas, StageRanks, Tie, kinds_of, of_parameters
+from commsched.pipeline.reduction import ReplicaBuckets, Replicas, StageRanks, Tie, of_parameters
 from commsched.pipeline.stage import GradientTypes, Loss, Stage, with_attributes
 from commsched.pipeline.update import Factory, Gradients, OnStep, Stepped, Update, made_by
 from scheduler.formats.pipeline_plan import PipelinePlan
@@ -442,9 +442,8 @@ class UpdateMaker:
         ends = list(accumulate(map(len, parts), initial=0))
         numbered = {number: range(*span) for number, span in zip(numbers, pairwise(ends))}
         plan = [(kind, each) for kind, number in self._plan(stage.number) for each in numbered[number]]
-        quantised = any(each for _, each in kinds_of(stage))
         moved = ReplicaBuckets(
-            self.fabric.transport(f"stage {stage.number}", ranks, not quantised),
+            self.fabric.transport(f"stage {stage.number}", ranks),
             StageRanks(self.lane, self.fabric.rank, ranks),
             self.fabric.timeout,
             stage,

@@ -54,10 +54,8 @@ class Fabric(Protocol):
         ``traffic``: what is less urgent lets them go first.
         """
 
-    def transport(self, name: str, ranks: Sequence[int], whole: bool = True) -> Any:
-        """For an engine over these ranks, each of which must call. In two tiers where some share a host;
-        without ``whole``, blocks of int8 or fp8 travel too: only where all share one.
-        """
+    def transport(self, name: str, ranks: Sequence[int]) -> Any:
+        """For an engine over these ranks, each of which must call. In two tiers where some share a host."""
 
     def channel(self, name: str, ranks: Sequence[int]) -> Channel:
         """For what the tiles of a stage exchange; each of these ranks must call."""
@@ -111,11 +109,11 @@ class ProcessFabric:
             return NoLane()
         return ProcessLane(self._messages, next(self._lanes), f"{self._name}: {name}", traffic)
 
-    def transport(self, name: str, ranks: Sequence[int], whole: bool = True) -> Any:
+    def transport(self, name: str, ranks: Sequence[int]) -> Any:
         channel = connected(comm_core.tcp_channel, f"{self._name}/{name}", ranks, self.timeout)
         asked, transport = (settings().transport or "auto").lower(), None
         if asked in ("auto", "tiers"):
-            transport = tiers_between(channel, ranks, asked, "direct", whole)
+            transport = tiers_between(channel, ranks, asked, "direct")
         if transport is None:
             transport = comm_core.DirectTransport(channel, list(ranks).index(self.rank), len(ranks))
         transport.set_timeout(self.timeout)
@@ -207,7 +205,7 @@ class ThreadFabric:
         self._made += 1
         return ThreadLane(self.world.hub(f"{self._made} {name}", self.size), name, self.rank)
 
-    def transport(self, name: str, ranks: Sequence[int], whole: bool = True) -> Any:
+    def transport(self, name: str, ranks: Sequence[int]) -> Any:
         # A number per rank would differ between ranks: only lanes are made by all of them alike.
         transport = self.world.transports(f"{self._made} {name}", tuple(ranks))[list(ranks).index(self.rank)]
         transport.set_timeout(self.timeout)

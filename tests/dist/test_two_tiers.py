@@ -90,18 +90,21 @@ def test_a_killed_ranks_data_workers_keep_no_memory():
 @needs_root
 @needs("ip", "tc")
 @pytest.mark.few
+@pytest.mark.parametrize("what", ["traffic", "blocks"])
 @pytest.mark.parametrize(
     "members",
     [(2, 2), (2, 2, 2), (3, 1), (4, 4), (2, 2, 2, 2), (2, 1, 1)],
     ids=lambda m: "+".join(map(str, m)),
 )
-def test_a_host_sends_as_much_as_one_rank_a_host_would(members):
-    """A flat direct exchange sends as many times as much as the host has ranks; with equal shards, a host of
+def test_a_host_sends_as_much_as_one_rank_a_host_would(members, what):
+    """In RS and in AG, or in both in blocks of int8.
+
+    A flat direct exchange sends as many times as much as the host has ranks; with equal shards, a host of
     more ranks than the others would send more in AG, and one of fewer ranks in RS.
     """
     megabytes, times, hosts = 12, 3, len(members)
     own = {"COMMSCHED_TIMEOUT": "300", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(PROGRAM), "traffic", str(megabytes), str(times)]
+    command = [sys.executable, str(PROGRAM), what, str(megabytes), str(times)]
     with Cluster(hosts=hosts, link="unlimited", ssh=False) as cluster:
         ranks = []
         for host, count in enumerate(members):
@@ -112,7 +115,9 @@ def test_a_host_sends_as_much_as_one_rank_a_host_would(members):
                 ranks.append(cluster.run(host, command, variables | own, **pipes))
         texts = [rank.communicate(timeout=PATIENCE)[0] for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(texts)
-    least = times * (hosts - 1) / hosts * (megabytes << 20)
+    least = times * (hosts - 1) / hosts * (megabytes << 20) * (1 if what == "traffic" else 2 * 260 / 1024)
     for text in texts:
         shares = [int(sent) / least for sent in re.findall(r"^sent (\d+)$", text, re.MULTILINE)]
-        assert len(shares) == 2 and all(1 <= share <= 1.03 for share in shares), (shares, texts)
+        assert len(shares) == (2 if what == "traffic" else 1) and all(
+            1 <= share <= 1.03 for share in shares
+        ), (shares, texts)

@@ -99,7 +99,7 @@ Job random_job(Random& random, Kind kind) {
       bucket.needs_update = pick(0, 2) == 0;
     }
     if (b % 2 == 1) bucket.wire_dtype = DType::bf16;
-    if (b % 2 == 1 && row == 0 && kind == Kind::direct && pick(0, 1) == 0)
+    if (b % 2 == 1 && row == 0 && kind != Kind::ring && pick(0, 1) == 0)
       bucket.wire_dtype = pick(0, 1) == 0 ? DType::qi8 : DType::qf8;
     job.plan.push_back({!bucket.needs_update && pick(0, 3) == 0 ? Op::AR : Op::RS, b});
     job.buckets.push_back(std::move(bucket));
@@ -179,8 +179,10 @@ void train(Engine& engine, const Job& job, Buffers& buffers, int rank, int steps
 
 void run_random_job(Random& random, const std::function<Channels(int, unsigned)>& make_channels, Kind kind) {
   const Job job = random_job(random, kind);
-  // A segment holds one quantised block.
-  const auto transports = make_transports(make_channels(job.size, random()), kind, 264, job.hosts);
+  // A segment holds one quantised block, in two tiers in float32.
+  const auto is_in_blocks = [](const BucketSpec& bucket) { return in_blocks(bucket.wire_dtype); };
+  const bool any = kind == Kind::tiers && std::any_of(job.buckets.begin(), job.buckets.end(), is_in_blocks);
+  const auto transports = make_transports(make_channels(job.size, random()), kind, any ? 1024 : 264, job.hosts);
   on_ranks(job.size, [&](int rank) {
     Buffers buffers;
     Engine engine(transports[rank], 30);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,14 @@ def rounded(values: Floats, residual: Floats, code: str) -> Floats:
     return result
 
 
+def sums_of_hosts(data: Sequence[Floats], hosts: Sequence[int]) -> list[Floats]:
+    """What is quantised between ``hosts`` (of each rank): their sums, in rank order; else all ranks' data."""
+    if len(set(hosts)) < 2:
+        return list(data)
+    own = [[part for part, of in zip(data, hosts, strict=True) if of == host] for host in sorted(set(hosts))]
+    return [reduce(np.add, parts) for parts in own]
+
+
 def exchanged(
     data: Sequence[Floats],
     sent: Sequence[Floats],
@@ -50,17 +59,16 @@ def exchanged(
     prescale: float = 1.0,
     *,
     code: str,
+    hosts: Sequence[int] = (),
 ) -> Floats:
     """The sum that every rank gets of every rank's ``data``; ``ends`` of the ranks' parts, ``sums`` of all
-    owners. Without ``sums``, each owner's exact sum.
+    owners. Without ``sums``, each owner's exact sum. ``hosts``: in two tiers; ``sent`` is of each host then.
     """
+    data = sums_of_hosts([mine * np.float32(prescale) for mine in data], hosts)
     result = np.zeros_like(data[0])
     for start, stop in zip([0, *ends], ends, strict=False):
         part = slice(start, stop)
-        parts = [
-            rounded(mine[part] * np.float32(prescale), lost[part], code)
-            for mine, lost in zip(data, sent, strict=True)
-        ]
+        parts = [rounded(mine[part], lost[part], code) for mine, lost in zip(data, sent, strict=True)]
         total = parts[0].copy()
         for other in parts[1:]:
             total += other

@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 import commsched as hvd
+from commsched.collectives.private_groups import hosts_of
 from commsched.optimizer.gradient import RESIDUAL
 from commsched.optimizer.planner import travels_quantised
 from commsched.optimizer.sharded_step import memory_order
 from tests.support.cases import Me, case
-from tests.support.oracle import Oracle, batch
+from tests.support.oracle import assert_close, batch, fingerprint, release
 from tests.support.quantised import LARGEST, exchanged
 from tests.support.reference_run import Twin, momentum
+from tests.support.two_tiers import TierOracle
 
 COMPRESSIONS = {code: getattr(hvd.Compression, code) for code in LARGEST}
 
@@ -58,14 +60,18 @@ def loss_of(step: int) -> Callable[[nn.Module, int], torch.Tensor]:
     return lambda model, rank: model(batch(rank, step)).square().mean()
 
 
-class QuantisedOracle(Oracle):
-    """Rounds large matrices, and keeps what that loses, as all ranks and owners do together."""
+class QuantisedOracle(TierOracle):
+    """Rounds large matrices, and keeps what that loses, as all ranks, or all of several hosts, and owners do
+    together.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Any, ranks: int, rounds_sums: bool, code: str) -> None:
         super().__init__(model, optimizer, ranks)
         self.code = code
         self.quantised = [p for p in self.params if travels_quantised(p)]
-        self.sent = {p: [torch.zeros(p.numel()).numpy() for _ in range(ranks)] for p in self.quantised}
+        self.hosts = hosts_of()
+        senders = max(self.hosts) + 1 if any(self.hosts) else ranks
+        self.sent = {p: [torch.zeros(p.numel()).numpy() for _ in range(senders)] for p in self.quantised}
         self.sums = {p: torch.zeros(p.numel()).numpy() if rounds_sums else None for p in self.quantised}
 
     def backward(self, *losses: Any) -> None:
@@ -75,7 +81,9 @@ class QuantisedOracle(Oracle):
 
     def rounded(self, p: nn.Parameter, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
         data = [memory_order(torch.zeros_like(p) if g is None else g, p).numpy() for g in grads]
-        total = exchanged(data, self.sent[p], self.sums[p], [p.numel()], self.scale, code=self.code)
+        total = exchanged(
+            data, self.sent[p], self.sums[p], [p.numel()], self.scale, code=self.code, hosts=self.hosts
+        )
         result = torch.empty_like(p, requires_grad=False)
         result.as_strided((p.numel(),), (1,)).copy_(torch.from_numpy(total))
         return result
@@ -141,3 +149,92 @@ class Ledger:
             if before:
                 apart -= before[i]
             assert apart.abs().max() <= (0 if exact else 0.01), f"{what}: {i}: {apart.abs().max()}"
+
+
+# -- what holds on one host as between hosts -----------------------------------------------------------------
+
+GATHERS = ("gradients", "parameters")
+
+
+def check_plans(me: Me, code: str) -> None:
+    ways = [{"schedule": policy} for policy in ("wfbp", "dear", "bytescheduler", "sequential")]
+    ways += [{"schedule": "optimal", "bucket_mb": size} for size in (0.001, 0.02, 10)]
+    for way in ways:
+        twin = quantised(me, code, **way)
+        for step in range(6):
+            twin.step(loss_of(step))
+        twin.compare(f"{way}")
+        prints = me.everybody(fingerprint(twin.model))
+        assert len(set(prints)) == 1, prints
+        release(twin.optimizer)
+
+
+def check_state(me: Me, code: str) -> None:
+    for gather in ("gradients", "parameters"):
+        twin = quantised(me, code, gather=gather)
+        for step in range(3):
+            twin.step(loss_of(step))
+            twin.compare_update(f"step {step}")
+        saved = twin.optimizer.state_dict()
+        params = list(twin.plain.parameters())
+        assert {i for i, entries in saved["state"].items() if RESIDUAL in entries} == {
+            i for i, p in enumerate(params) if travels_quantised(p)
+        }
+        for i, p in enumerate(params):
+            if travels_quantised(p):
+                wanted = twin.oracle.lacking(p)
+                found = memory_order(saved["state"][i][RESIDUAL], p).double()
+                assert wanted.abs().max() > 0
+                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()))
+        other = quantised(me, code, gather=gather)
+        other.optimizer.load_state_dict(saved)
+        again = other.optimizer.state_dict()
+        for i in saved["state"]:
+            assert saved["state"][i].keys() == again["state"][i].keys()
+            if RESIDUAL in saved["state"][i]:
+                assert_close(
+                    [again["state"][i][RESIDUAL]], [saved["state"][i][RESIDUAL]], 4, f"residual {i}", 1e-9
+                )
+        for entries in saved["state"].values():
+            entries.pop(RESIDUAL, None)
+        other.optimizer.load_state_dict(saved)  # what plain PyTorch saves
+        assert not any(RESIDUAL in entries for entries in other.optimizer.state_dict()["state"].values())
+        release(other.optimizer)
+        release(twin.optimizer)
+
+
+def check_saved_residual(me: Me, code: str) -> None:
+    """The state is the same whole numbers at each number of ranks, and they arrive to the last."""
+    for gather in GATHERS:
+        ledger = Ledger(me, code, gather=gather)
+        saved = ledger.optimizer.state_dict()
+        before = [torch.randint(-50, 51, p.shape, generator=torch.Generator().manual_seed(i)).double()
+                  for i, p in enumerate(ledger.params)]  # fmt: skip
+        for values in before:
+            values.view(-1)[::256] = 0
+        saved["state"] = {i: {RESIDUAL: values.float()} for i, values in enumerate(before)}
+        ledger.optimizer.load_state_dict(saved)
+        for _ in range(4):
+            ledger.step()
+            ledger.check("after loading", exact=True, before=before)
+        release(ledger.optimizer)
+
+
+def check_changes(me: Me, code: str) -> None:
+    for gather in GATHERS:
+        ledger = Ledger(me, code, gather=gather)
+        ledger.step()
+        ledger.params[1].requires_grad_(False)
+        ledger.step(0)
+        ledger.check("frozen")
+        ledger.params[1].requires_grad_(True)
+        ledger.step()
+        ledger.check("unfrozen")
+        ledger.optimizer.release()
+        ledger.optimizer.resume()
+        ledger.step()
+        ledger.check("resumed")
+        hvd.broadcast_optimizer_state(ledger.optimizer, root_rank=0)
+        ledger.step()
+        ledger.check("broadcast")
+        release(ledger.optimizer)

@@ -14,10 +14,12 @@ from torch import nn
 import commsched as hvd
 from commsched.collectives.private_groups import hosts_of
 from commsched.env import settings
+from commsched.optimizer.planner import travels_quantised
 from commsched.pipeline import Pipeline
 from tests.support.cases import Me
 from tests.support.oracle import assert_close, assert_same_bits, batch, fingerprint, seeded, terms_of
 from tests.support.pipeline_runs import loss_of as stage_loss
+from tests.support.quantised import exchanged
 from tests.support.small_models import Odd, loss_of, mlp, mlp64, sgd
 from tests.support.two_tiers import TierOracle, tier_sum
 
@@ -160,10 +162,20 @@ def of_replicas(me: Me, data: Rows, build: Callable[[], nn.Module] = mlp, **opti
     return model
 
 
-def in_one_process(data: Rows, hosts: Sequence[int], wire: torch.dtype | None = None) -> nn.Module:
-    """The same with the gradients of each rank's rows added by these hosts."""
-    model = seeded(mlp)
+def in_one_process(
+    data: Rows,
+    hosts: Sequence[int],
+    wire: torch.dtype | None = None,
+    build: Callable[[], nn.Module] = mlp,
+    code: str = "",
+) -> nn.Module:
+    """The same with the gradients of each rank's rows added by these hosts, and the sums of hosts rounded to
+    a wire type; of large matrices, with a ``code``, quantised.
+    """
+    model = seeded(build)
     optimizer = adam(model.parameters())
+    quantised = [p for p in model.parameters() if code and travels_quantised(p)]
+    lost = {p: [torch.zeros(p.numel()).numpy() for _ in set(hosts)] for p in quantised}
     for inputs, targets in data:
         parts = []
         for x, y in zip(inputs.chunk(len(hosts)), targets.chunk(len(hosts)), strict=True):
@@ -171,6 +183,11 @@ def in_one_process(data: Rows, hosts: Sequence[int], wire: torch.dtype | None = 
             (stage_loss(model(x), y) * (len(x) / len(inputs))).backward()
             parts.append([parameter.grad for parameter in model.parameters()])
         for parameter, *grads in zip(model.parameters(), *parts, strict=True):
+            if parameter in lost:
+                flat, ends = [grad.flatten().numpy() for grad in grads], [parameter.numel()]
+                total = exchanged(flat, lost[parameter], None, ends, 1.0, code=code, hosts=hosts)
+                parameter.grad = torch.from_numpy(total).view_as(parameter)
+                continue
             parameter.grad = tier_sum([grad for grad in grads if grad is not None], hosts, wire)
         optimizer.step()
     return model

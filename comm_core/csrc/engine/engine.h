@@ -58,6 +58,7 @@ class EngineCore {
     int64_t awaited = 0;  // the last step in which a caller waited for its last operation, or found it done
     Clock::time_point ready_at{}, reduced_at{}, updated_at{};
     bool in_plan = false, is_reduced = false, is_gathered = false;
+    bool is_placed = false;  // Transport::place_residual() has been called
 
     int64_t reached(Stage stage) const { return stage == Stage::reduced ? reduced : gathered; }
     Stage last() const { return is_gathered ? Stage::gathered : Stage::reduced; }

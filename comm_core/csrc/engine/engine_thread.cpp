@@ -73,6 +73,7 @@ bool EngineCore::run_op(Lock& lock, const OpTag& tag) {
   try {
     if (spec.count > 0) {
       const Transport::Use use(*transport_);
+      if (!std::exchange(buckets_[tag.bucket].is_placed, true)) transport_->place_residual(spec, tag);
       if (tag.op == Op::RS) transport_->reduce_scatter(spec, tag);
       if (tag.op == Op::AG) transport_->all_gather(spec, tag);
       if (tag.op == Op::AR) transport_->all_reduce(spec, tag);

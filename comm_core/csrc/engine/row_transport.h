@@ -31,7 +31,7 @@ class RowTransport : public ExchangeTransport {
   };
 
   // Rounds of messages. The direct exchange has the first three; two tiers have all, of which "Between" is between hosts.
-  enum Round : size_t { kScatter, kGather, kUnite, kScatterBetween, kGatherBetween, kUniteBetween, kUniteOnHost, kRounds };
+  enum Round : size_t { kScatter, kGather, kUnite, kScatterBetween, kGatherBetween, kUniteBetween, kUniteOnHost, kPlace, kRounds };
 
   RowTransport(std::shared_ptr<Channel> channel, int rank, int size, size_t segment_bytes, int depth);
 

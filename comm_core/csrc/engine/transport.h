@@ -34,11 +34,11 @@ inline void check_parts(const BucketSpec& spec, int size) {
   }
 }
 
-// Throws if the bucket is to travel in blocks: only the direct exchange can do that.
+// Throws if the bucket is to travel in blocks.
 inline void refuse_blocks(const BucketSpec& spec, const std::string& who) {
   if (!in_blocks(spec.wire_dtype)) return;
   throw EngineError(ErrorKind::usage, "bucket '" + spec.name + "' cannot travel in " + dtype_name(spec.wire_dtype) + " over " +
-                                          who + "; use the direct exchange");
+                                          who + "; use the direct exchange or two tiers");
 }
 
 class Transport {
@@ -59,6 +59,9 @@ class Transport {
 
   // Called between steps when a bucket is added. Allocates everything that operations on it need.
   virtual void prepare(const BucketSpec& bucket) { (void)bucket; }
+
+  // Called before the first reduce-scatter of a bucket: moves `sent_residual` to the ranks that will add it.
+  virtual void place_residual(const BucketSpec& bucket, const OpTag& tag) { (void)bucket, (void)tag; }
 
   // Afterwards this rank's shard of reduce_ptr holds the scaled sum; the other shards are undefined.
   virtual void reduce_scatter(const BucketSpec& bucket, const OpTag& tag) = 0;

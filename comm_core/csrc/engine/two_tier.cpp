@@ -67,7 +67,12 @@ TwoTierTransport::TwoTierTransport(std::shared_ptr<Channel> channel, int rank, s
 }
 
 void TwoTierTransport::prepare(const BucketSpec& bucket) {
-  if (!one_host()) refuse_blocks(bucket, "the exchange in two tiers, which would round the sum of each host");
+  constexpr size_t whole = kQuantBlock * sizeof(float);
+  if (!one_host() && in_blocks(bucket.wire_dtype) && segment_bytes_ % whole != 0) {
+    throw EngineError(ErrorKind::usage, "segment_bytes must be a multiple of " + std::to_string(whole) +
+                                            ", a block in float32, for a bucket that travels in blocks between hosts, but is " +
+                                            std::to_string(segment_bytes_));
+  }
   RowTransport::prepare(bucket);
 }
 
@@ -147,14 +152,23 @@ void TwoTierTransport::write_slice(const Work& work, int shard, size_t k, char* 
 }
 
 // Reduce-scatter, first part: segment k of every shard goes where its deputy on this host can read it.
-void TwoTierTransport::lay_out_slices(const Work& work, size_t k) {
+void TwoTierTransport::lay_out_slices(const Work& work, int round, size_t k) {
   for (int shard = 0; shard < size_; ++shard) {
     const size_t n = part(work, shard).size(k);
     if (deputy(shard, host_) == rank_ || n == 0) continue;
     if (one_host()) pass_gate(wire_bytes(work.board, n));
     write_slice(work, shard, k, board_->own(shard, sequence_ + k));
   }
-  announce(work, kScatter, k);
+  announce(work, round, k);
+}
+
+// This host's sum of segment k of a shard. `mine`: this rank's slice as those on the boards are.
+void TwoTierTransport::add_slices(const Work& work, int shard, size_t k, char* mine, char* sum, DType to, double scale) {
+  const auto& ranks = members_[host_];
+  for (int place = 0; place < static_cast<int>(ranks.size()); ++place) {
+    parts_[place] = ranks[place] == rank_ ? mine : board_->of(place, shard, sequence_ + k);
+  }
+  sum_in_order(parts_.data(), static_cast<int>(ranks.size()), work.board, sum, to, part(work, shard).size(k), scale);
 }
 
 // Second part: this host's sums of segment k of the shards whose deputy this rank is, to their owners.
@@ -172,21 +186,22 @@ void TwoTierTransport::sum_on_host(const Work& work, size_t k) {
     const Cut cut = part(work, shard);
     const size_t n = cut.size(k);
     if (n == 0) continue;
-    char* slice = at(b.reduce_ptr, b.dtype, cut.begin(k));
-    const auto& ranks = members_[host_];
-    for (int place = 0; place < static_cast<int>(ranks.size()); ++place) {
-      parts_[place] = ranks[place] == rank_ ? slice : board_->of(place, shard, sequence_ + k);
-    }
+    char* const slice = at(b.reduce_ptr, b.dtype, cut.begin(k));
+    char* mine = slice;
     if (work.board != work.type) {  // as the others' slices are: the sum must not depend on who owns the shard
-      char* staged = outgoing_.slot(rank_, k);
-      write_slice(work, shard, k, staged);
-      parts_[place_[rank_]] = staged;
+      mine = outgoing_.slot(rank_, k);
+      write_slice(work, shard, k, mine);
     }
     if (shard != rank_) wait_for(sends_, shard, k);  // the previous use of this slot
-    const DType to = one_host() ? work.type : work.wire;
+    const bool rounds = !one_host() && in_blocks(work.wire);
+    const DType to = one_host() || rounds ? work.type : work.wire;
     char* sum = to == work.type ? slice : outgoing_.slot(shard, k);
     const double scale = one_host() ? b.postscale : work.wire == DType::f16 ? 1.0 / room_ : 1.0;
-    sum_in_order(parts_.data(), static_cast<int>(ranks.size()), work.board, sum, to, n, scale);
+    add_slices(work, shard, k, mine, sum, to, scale);
+    if (rounds) {
+      sum = outgoing_.slot(shard, k);
+      convert(slice, work.type, sum, work.wire, n, 1.0, b.sent_residual_at(cut.begin(k)));
+    }
     if (shard == rank_) continue;
     pass_gate(wire_bytes(work.wire, n));
     request(sends_, shard, k) = channel_->isend(sum, wire_bytes(work.wire, n), shard, tag);
@@ -224,11 +239,38 @@ void TwoTierTransport::reduce_scatter(const BucketSpec& b, const OpTag& tag) {
   for (size_t k = 0; k < all; ++k) {
     const size_t ahead = this->ahead();
     // Two at first: the link between the hosts waits for the first of them.
-    for (; laid_out < std::min(all, k + std::min(ahead, k + 2)); ++laid_out) lay_out_slices(work, laid_out);
+    for (; laid_out < std::min(all, k + std::min(ahead, k + 2)); ++laid_out) lay_out_slices(work, kScatter, laid_out);
     sum_on_host(work, k);
     for (; summed + ahead <= k + 1; ++summed) sum_of_hosts(work, summed);
   }
   for (; summed < all; ++summed) sum_of_hosts(work, summed);
+  finish_sends(all);
+  sequence_ += all;
+}
+
+// See "blocks in two tiers". A rank's part of a residual that it will not add goes over its board to the deputy.
+void TwoTierTransport::place_residual(const BucketSpec& b, const OpTag& tag) {
+  if (one_host() || neighbours_.empty() || b.sent_residual == nullptr) return;
+  BucketSpec lost;
+  lost.reduce_ptr = b.sent_residual;
+  lost.count = b.count;
+  lost.ends = b.ends;
+  const Work work = this->work(lost, tag, DType::f32, DType::f32, DType::f32);
+  const size_t all = segments(lost, DType::f32);
+  for (size_t k = 0; k < all; ++k) {
+    lay_out_slices(work, kPlace, k);
+    await_announcements(work, kPlace, k);
+    for (int shard = 0; shard < size_; ++shard) {
+      const Cut cut = part(work, shard);
+      if (cut.size(k) == 0) continue;
+      char* const slice = at(lost.reduce_ptr, work.type, cut.begin(k));
+      if (deputy(shard, host_) == rank_) {
+        add_slices(work, shard, k, slice, slice, work.type, 1.0);
+      } else {
+        std::memset(slice, 0, cut.size(k) * sizeof(float));
+      }
+    }
+  }
   finish_sends(all);
   sequence_ += all;
 }

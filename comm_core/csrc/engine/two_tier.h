@@ -51,6 +51,21 @@ namespace commsched {
 // With one host, or one rank for each host, the sum has the bits of the direct exchange: with one host, slices lie on the boards in
 // the wire type, blocks included, and are added in rank order.
 //
+// [Note: blocks in two tiers]
+//
+// With several hosts, only what leaves a host is quantised. With n ranks r of host h, hosts 0 to H-1 and blocks Q:
+//
+//   sum of host h    V_h = prescale * g_0 + ... + prescale * g_(n-1) + R_h     in float32, in rank order, the residual last
+//   sent             Q(V_h), also on the owner's host;  R_h = V_h - Q(V_h)
+//   sum              S = (Q(V_0) + ... + Q(V_(H-1))) * postscale               in float32, in host order
+//   gathered         Q(S + residual of the sum), as in the direct exchange
+//
+// So each host has one residual R_h for each element, whatever rank is the deputy for it: `sent_residual` of the deputy holds it,
+// and is zero on the other ranks of the host. A bucket that has been added anew may have other shards, or a residual from a
+// checkpoint of other hosts: before its first reduce-scatter, place_residual() adds up, over the boards, what the ranks of a host
+// hold of each shard, leaves the sum with the deputy and zeros with the others. So sums do not depend on the plan: of a sum of one
+// residual and zeros, at most the sign of a zero changes.
+//
 // [Note: rows in two tiers]
 //
 // Of a bucket of rows only touched rows travel. Their number is not known beforehand, so they do not use the boards: all messages
@@ -80,6 +95,7 @@ class TwoTierTransport : public RowTransport {
   static HostBoard::Shape board_shape(int size, size_t segment_bytes, int depth) { return {size, 2 * depth, segment_bytes}; }
 
   void prepare(const BucketSpec& bucket) override;
+  void place_residual(const BucketSpec& bucket, const OpTag& tag) override;
   void reduce_scatter(const BucketSpec& bucket, const OpTag& tag) override;
   void all_gather(const BucketSpec& bucket, const OpTag& tag) override;
   int64_t bytes_sent(const BucketSpec& bucket, Op op) const override;
@@ -107,7 +123,8 @@ class TwoTierTransport : public RowTransport {
   void await_announcements(const Work& work, int round, size_t k);
 
   void write_slice(const Work& work, int shard, size_t k, char* to) const;
-  void lay_out_slices(const Work& work, size_t k);
+  void lay_out_slices(const Work& work, int round, size_t k);
+  void add_slices(const Work& work, int shard, size_t k, char* mine, char* sum, DType to, double scale);
   void sum_on_host(const Work& work, size_t k);
   void sum_of_hosts(const Work& work, size_t k);
 

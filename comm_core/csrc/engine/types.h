@@ -89,7 +89,7 @@ struct BucketSpec {
   DType dtype = DType::f32;
   DType gather_dtype = DType::f32;
   DType wire_dtype = DType::f32;   // what gradients travel as; sums are formed in the wider of this and `dtype`
-  float* sent_residual = nullptr;  // with blocks, or none: what rounding each of this rank's gradients has lost so far
+  float* sent_residual = nullptr;  // with blocks, or none: what rounding has lost so far of what this rank sends
   float* sum_residual = nullptr;   // with blocks, or none: what rounding the sums of this rank's part has lost so far
   double prescale = 1.0;           // applied to every rank's gradients before they are added
   double postscale = 1.0;          // applied to the sum, by its owner

@@ -14,22 +14,22 @@ from commsched.optimizer.planner import BLOCK, travels_quantised
 from commsched.optimizer.sharded_step import memory_order
 from tests.support.cases import Me, main
 from tests.support.oracle import assert_close, batch, fingerprint, release, seeded
-from tests.support.quantised_training import COMPRESSIONS, Ledger, Wide, case_of_each_code, loss_of, quantised
+from tests.support import quantised_training
+from tests.support.quantised_training import (
+    COMPRESSIONS,
+    GATHERS,
+    Ledger,
+    Wide,
+    case_of_each_code,
+    loss_of,
+    quantised,
+)
 from tests.support.reference_run import momentum
 
 
 @case_of_each_code(ranks=(2, 3), slow=(4,))
 def every_plan_gives_the_bits_of_the_oracle(me: Me, code: str) -> None:
-    ways = [{"schedule": policy} for policy in ("wfbp", "dear", "bytescheduler", "sequential")]
-    ways += [{"schedule": "optimal", "bucket_mb": size} for size in (0.001, 0.02, 10)]
-    for way in ways:
-        twin = quantised(me, code, **way)
-        for step in range(6):
-            twin.step(loss_of(step))
-        twin.compare(f"{way}")
-        prints = me.everybody(fingerprint(twin.model))
-        assert len(set(prints)) == 1, prints
-        release(twin.optimizer)
+    quantised_training.check_plans(me, code)
 
 
 @case_of_each_code(ranks=(2, 3))
@@ -91,58 +91,12 @@ def whole_matrices_are_quantised_too(me: Me, code: str) -> None:
 
 @case_of_each_code(ranks=(2, 3))
 def the_state_holds_what_is_lacking(me: Me, code: str) -> None:
-    for gather in ("gradients", "parameters"):
-        twin = quantised(me, code, gather=gather)
-        for step in range(3):
-            twin.step(loss_of(step))
-            twin.compare_update(f"step {step}")
-        saved = twin.optimizer.state_dict()
-        params = list(twin.plain.parameters())
-        assert {i for i, entries in saved["state"].items() if RESIDUAL in entries} == {
-            i for i, p in enumerate(params) if travels_quantised(p)
-        }
-        for i, p in enumerate(params):
-            if travels_quantised(p):
-                wanted = twin.oracle.lacking(p)
-                found = memory_order(saved["state"][i][RESIDUAL], p).double()
-                assert wanted.abs().max() > 0
-                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()))
-        other = quantised(me, code, gather=gather)
-        other.optimizer.load_state_dict(saved)
-        again = other.optimizer.state_dict()
-        for i in saved["state"]:
-            assert saved["state"][i].keys() == again["state"][i].keys()
-            if RESIDUAL in saved["state"][i]:
-                assert_close(
-                    [again["state"][i][RESIDUAL]], [saved["state"][i][RESIDUAL]], 4, f"residual {i}", 1e-9
-                )
-        for entries in saved["state"].values():
-            entries.pop(RESIDUAL, None)
-        other.optimizer.load_state_dict(saved)  # what plain PyTorch saves
-        assert not any(RESIDUAL in entries for entries in other.optimizer.state_dict()["state"].values())
-        release(other.optimizer)
-        release(twin.optimizer)
-
-
-GATHERS = ("gradients", "parameters")
+    quantised_training.check_state(me, code)
 
 
 @case_of_each_code(ranks=(2, 3), slow=(4,))
 def a_saved_residual_is_delivered_at_any_number_of_ranks(me: Me, code: str) -> None:
-    """The state is the same whole numbers at each number of ranks, and they arrive to the last."""
-    for gather in GATHERS:
-        ledger = Ledger(me, code, gather=gather)
-        saved = ledger.optimizer.state_dict()
-        before = [torch.randint(-50, 51, p.shape, generator=torch.Generator().manual_seed(i)).double()
-                  for i, p in enumerate(ledger.params)]  # fmt: skip
-        for values in before:
-            values.view(-1)[::256] = 0
-        saved["state"] = {i: {RESIDUAL: values.float()} for i, values in enumerate(before)}
-        ledger.optimizer.load_state_dict(saved)
-        for _ in range(4):
-            ledger.step()
-            ledger.check("after loading", exact=True, before=before)
-        release(ledger.optimizer)
+    quantised_training.check_saved_residual(me, code)
 
 
 @case_of_each_code(ranks=(2, 3))
@@ -168,23 +122,7 @@ def nothing_is_lost_where_backwards_add_up_before_a_step(me: Me, code: str) -> N
 
 @case_of_each_code(ranks=(2, 3))
 def nothing_is_lost_when_the_optimizer_changes(me: Me, code: str) -> None:
-    for gather in GATHERS:
-        ledger = Ledger(me, code, gather=gather)
-        ledger.step()
-        ledger.params[1].requires_grad_(False)
-        ledger.step(0)
-        ledger.check("frozen")
-        ledger.params[1].requires_grad_(True)
-        ledger.step()
-        ledger.check("unfrozen")
-        ledger.optimizer.release()
-        ledger.optimizer.resume()
-        ledger.step()
-        ledger.check("resumed")
-        hvd.broadcast_optimizer_state(ledger.optimizer, root_rank=0)
-        ledger.step()
-        ledger.check("broadcast")
-        release(ledger.optimizer)
+    quantised_training.check_changes(me, code)
 
 
 @case_of_each_code(ranks=(2,))

@@ -1,6 +1,7 @@
 """Ranks that exchange in two tiers, without an optimizer.
 
-`tier_ranks.py traffic MEGABYTES TIMES` counts bytes of RS, then of AG, of a bucket in an optimizer's layout.
+`tier_ranks.py traffic MEGABYTES TIMES` counts bytes of RS, then of AG, of a bucket in an optimizer's layout;
+`blocks MEGABYTES TIMES` those of both in blocks of int8.
 With `RS` and `AG`, the last rank is killed before that operation of its second step; with `any`, ranks make
 steps until one is killed from outside. Every other rank prints the error with which it ends.
 """
@@ -20,6 +21,7 @@ from commsched.backends.cpu import make_transport
 from commsched.collectives.private_groups import hosts_of
 from commsched.env import settings
 from commsched.optimizer.buckets import build_layout, shares_by_host
+from commsched.optimizer.planner import BLOCK
 from scheduler.ir.buckets import Bucket, Piece
 
 
@@ -29,20 +31,30 @@ def sent_bytes() -> int:
     return sum(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
 
 
-def measure(transport: comm_core.Transport, megabytes: int, times: int) -> None:
+def measure(transport: comm_core.Transport, megabytes: int, times: int, in_blocks: bool) -> None:
     """Print the bytes by which the host's counter grows; ranks of one host read the same counter."""
     numel = (megabytes << 20) // 4
     whole = Bucket((Piece(0, 0, 4 * numel),))
-    layout = build_layout([numel], [4], [whole], hvd.size(), shares=shares_by_host(hosts_of()))
+    shares = shares_by_host(hosts_of())
+    layout = build_layout([numel], [4], [whole], hvd.size(), alignment={0: BLOCK}, shares=shares)
     data, ends = torch.ones(layout.lengths[0]), layout.slices[0].ends
-    for operation in (transport.reduce_scatter, transport.all_gather):
+    if in_blocks:
+        engine = comm_core.Engine(transport, hvd.rank(), hvd.size(), settings().timeout)
+        engine.add_bucket(data, wire_dtype=torch.int8, ends=ends)
+        engine.install([("RS", 0), ("AG", 0)])
+    for operation in [engine.begin_step] if in_blocks else [transport.reduce_scatter, transport.all_gather]:
         hvd.barrier()
         before = sent_bytes()
         hvd.barrier()
         for step in range(times):
-            if operation == transport.reduce_scatter:
+            if operation != transport.all_gather:
                 data.fill_(1.0)
-            operation(data, step=step, ends=ends)
+            if in_blocks:
+                operation()
+                engine.mark_ready(0)
+                engine.wait_all()
+            else:
+                operation(data, step=step, ends=ends)
         hvd.barrier()
         print(f"sent {sent_bytes() - before}", flush=True)
     assert bool((data == hvd.size()).all())
@@ -76,8 +88,8 @@ def main() -> None:
     name, transport = make_transport("tiers", hvd.global_process_set, 1, settings().timeout)
     assert name == "tiers"
     what, *numbers = sys.argv[1:]
-    if what == "traffic":
-        return measure(transport, *map(int, numbers))
+    if what in ("traffic", "blocks"):
+        return measure(transport, *map(int, numbers), in_blocks=what == "blocks")
     try:
         fail(transport, what)
     except comm_core.EngineError as error:

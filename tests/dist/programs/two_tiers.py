@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +12,11 @@ from commsched.collectives.private_groups import hosts_of
 from scheduler.bounds import lower_bound
 from scheduler.ir.actions import Kind
 from scheduler.ir.link import Link, TwoTierLink
-from tests.support import tier_training
+from tests.support import quantised_training, tier_training
 from tests.support.cases import Me, case, main
 from tests.support.oracle import assert_close, assert_same_bits, fingerprint, seeded, terms_of
+from tests.support.quantised_training import COMPRESSIONS, case_of_each_code
+from tests.support.reference_run import some_profile
 from tests.support.small_models import loss_of, mlp, mlp64, sgd, wide
 from tests.support.tier_training import expected, in_one_process, of_replicas, rows_of, trained, transport
 
@@ -101,31 +102,67 @@ def both_links_are_timed_alone_and_together(me: Me) -> None:
 
 
 @case(ranks=(4,))
-def blocks_and_named_transports_are_flat(me: Me) -> None:
-    """Tiers that were asked for are refused with blocks, by optimizers and by replicas of a stage."""
-    trained(me, wide, 4, "direct", schedule="dear", compression=hvd.Compression.int8)
+def named_transports_are_taken(me: Me) -> None:
     trained(me, mlp, 4, "ring", schedule="dear", transport="ring")
+    for code in COMPRESSIONS.values():
+        tiers = trained(me, wide, 4, "tiers", schedule="dear", compression=code)
+        with transport("tiers"):
+            assert_same_bits(trained(me, wide, 4, "tiers", schedule="dear", compression=code), tiers)
+        flat = trained(me, wide, 4, "direct", schedule="dear", compression=code, transport="direct")
+        assert fingerprint(flat) != fingerprint(tiers)
 
-    def optimizer(**options: Any) -> Any:
-        return hvd.DistributedOptimizer(sgd(wide()), **options)
 
-    with transport("tiers"):
-        for compression in (hvd.Compression.int8, hvd.Compression.fp8):
-            for make in (
-                partial(optimizer, transport="tiers"),
-                optimizer,
-                partial(of_replicas, me, rows_of(me.size), wide),
-            ):
-                try:
-                    make(compression=compression)
-                except ValueError as error:
-                    said = f"rank {me.rank}: transport='tiers' moves gradients of Compression.int8 and fp8"
-                    assert str(error).startswith(said), error
-                    assert "ranks 0, 1, 2, 3 are on 2 hosts" in str(error), error
-                    assert "use transport='direct'" in str(error), error
-                else:
-                    raise AssertionError("blocks over tiers between hosts were not refused")
-        trained(me, mlp, 4, "tiers", schedule="dear", compression=hvd.Compression.bf16)
+@case_of_each_code(ranks=(4, 3))
+def sums_of_hosts_are_quantised_alike_in_every_plan(me: Me, code: str) -> None:
+    quantised_training.check_plans(me, code)
+
+
+@case_of_each_code(ranks=(4, 3))
+def hosts_keep_their_residuals_when_plans_change(me: Me, code: str) -> None:
+    """In buckets of other sizes, other ranks of a host send its sums."""
+    twin = quantised_training.quantised(me, code, lag=0.0)
+    session = twin.optimizer._session
+    for step, size in enumerate((0.01, 0.02, 10, 0.03, 0.01)):
+        session.planner.options["bucket_bytes"] = round(size * 2**20)
+        session._install_next(session.planner.first(session.order))
+        for more in range(2):
+            twin.step(quantised_training.loss_of(2 * step + more))
+            twin.compare(f"buckets of {size} MB")
+    twin.end(must_have_waited=False)
+
+
+@case_of_each_code(ranks=(4,), slow=(3,))
+def the_state_holds_what_hosts_lack(me: Me, code: str) -> None:
+    quantised_training.check_state(me, code)
+
+
+@case_of_each_code(ranks=(4,), slow=(3,))
+def a_saved_residual_is_delivered_over_hosts(me: Me, code: str) -> None:
+    quantised_training.check_saved_residual(me, code)
+
+
+@case_of_each_code(ranks=(4,), slow=(3,))
+def nothing_is_lost_between_hosts_when_the_optimizer_changes(me: Me, code: str) -> None:
+    quantised_training.check_changes(me, code)
+
+
+@case_of_each_code(ranks=(4,))
+def a_host_sends_a_quarter_of_the_bytes_of_one_rank_a_host(me: Me, code: str) -> None:
+    """The two hosts send half of the gradients in RS and half in AG, with some small ones as they are."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(12, 512), nn.Tanh(), nn.Linear(512, 512)))
+    options = {"schedule": "dear", "profile": some_profile(model), "compression": COMPRESSIONS[code]}
+    optimizer: Any = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
+    for step in range(4):
+        loss_of(step)(model, me.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.state_dict()
+    measured = hvd.metrics(optimizer)
+    assert measured is not None and measured.bytes is not None
+    of_all = sum(float(text) for text in me.everybody(str(measured.bytes)))
+    whole = sum(4 * p.numel() for p in model.parameters()) * 2
+    assert 0.25 < of_all / whole < 0.27, of_all / whole
+    optimizer.close()
 
 
 @case(ranks=(4,), slow=(3,))
@@ -162,7 +199,13 @@ def replicas_of_a_stage_add_by_host(me: Me) -> None:
     data = rows_of(me.size)  # rank order would not pass, but with three ranks
     flat, by_host = (fingerprint(in_one_process(data, hosts)) for hosts in ([0] * me.size, hosts_of()))
     assert (flat == by_host) == (me.size == 3)
-    of_replicas(me, data, wide, compression=hvd.Compression.int8)  # blocks need the direct exchange
+
+
+@case_of_each_code(ranks=(4,), slow=(3,))
+def replicas_quantise_sums_of_hosts(me: Me, code: str) -> None:
+    data = rows_of(me.size)
+    truth = in_one_process(data, hosts_of(), build=wide, code=code)
+    assert_same_bits(of_replicas(me, data, wide, compression=COMPRESSIONS[code]), truth)
 
 
 @case(ranks=(4,))

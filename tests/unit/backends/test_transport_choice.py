@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -66,27 +64,10 @@ def test_hosts_decide(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "transport"), [("aaa", "tiers"), ("aabb", "direct"), ("abcdefghi", "direct"), ("a", "direct")]
+    ("nodes", "transport"), [("aaa", "tiers"), ("aabb", "tiers"), ("abcdefghi", "direct"), ("a", "direct")]
 )
-def test_blocks_need_one_host_or_the_direct_exchange(
-    monkeypatch: pytest.MonkeyPatch, nodes: str, transport: str
-) -> None:
+def test_blocks_never_take_a_ring(monkeypatch: pytest.MonkeyPatch, nodes: str, transport: str) -> None:
     assert cpu.choose(job(monkeypatch, on(*nodes)), whole=False) == transport
-
-
-@pytest.mark.parametrize("nodes", ["aabb", "abcd"])
-def test_tiers_of_blocks_between_hosts_are_refused_by_name_only(
-    monkeypatch: pytest.MonkeyPatch, nodes: str
-) -> None:
-    job(monkeypatch, on(*nodes))
-    monkeypatch.setattr(cpu, "carrier", private_groups.carrier)
-    monkeypatch.setattr(cpu, "data_board", lambda *_: "board")
-    link: Any = None
-    between = partial(cpu.tiers_between, link, [0, 1, 2, 3], name="direct")
-    assert between("auto", whole=False) is None
-    assert between("tiers") == "board"
-    with pytest.raises(ValueError, match=r"rank 0: .*ranks 0, 1, 2, 3 are on [24] hosts; .*'direct'"):
-        between("tiers", whole=False)
 
 
 def test_facts_that_contradict_each_other_are_told(

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from comm_core import Engine, EngineError, PythonTransport
 from tests.support.engines import local_engines, on_ranks, run_step
-from tests.support.quantised import BLOCK, LARGEST, WIRES, Floats, exchanged
+from tests.support.quantised import BLOCK, LARGEST, WIRES, Floats, exchanged, sums_of_hosts
+from tests.support.two_tiers import tier_engines
 
 SEGMENT = 2 * (BLOCK + 4)
+OF_HOSTS = 4 * BLOCK  # bytes of a segment in two tiers
 PLANS = [[("RS", 0), ("AG", 0)], [("AR", 0)]]
 codes = pytest.mark.parametrize("code", WIRES)
 
@@ -34,6 +36,7 @@ def steps_of(
     plan: Sequence[tuple[str, int]] = PLANS[0],
     *,
     code: str,
+    hosts: Sequence[int] = (),
 ) -> list[tuple[list[Floats], Floats, Floats]]:
     """Every rank's results of some steps (``data`` by step and rank) and its residuals of gradients, sums."""
     size = len(data[0])
@@ -58,7 +61,7 @@ def steps_of(
             results.append(buffer.numpy().copy())
         return results, sent.numpy(), sums.numpy()
 
-    with engines(size) as started:
+    with tier_engines(hosts, segment_bytes=OF_HOSTS) if hosts else engines(size) as started:
         return on_ranks(size, lambda rank: one(started[rank], rank))
 
 
@@ -93,6 +96,109 @@ def test_every_rank_gets_the_bits_of_the_oracle(
             np.testing.assert_array_equal(result, wanted)
         np.testing.assert_array_equal(my_sent, sent[rank])
         np.testing.assert_array_equal(my_sums, sums[([0, *ends])[rank] : ends[rank]])
+
+
+def numbered(places: Sequence[int]) -> list[int]:
+    """Hosts without gaps."""
+    return [sorted(set(places)).index(place) for place in places]
+
+
+@codes
+@settings(max_examples=60, deadline=None)
+@given(
+    job=jobs(),
+    places=st.lists(st.integers(0, 2), min_size=4, max_size=4),
+    scale=st.sampled_from([1.0, 1 / 3]),
+    prescale=st.sampled_from([1.0, 0.7]),
+)
+def test_sums_of_hosts_are_quantised_between_hosts(
+    code: str,
+    job: tuple[list[list[Floats]], list[int], int],
+    places: list[int],
+    scale: float,
+    prescale: float,
+) -> None:
+    data, ends, plan = job
+    hosts = numbered(places[: len(ends)])
+    senders = len(set(hosts)) if len(set(hosts)) > 1 else len(hosts)
+    sent, sums = [np.zeros_like(data[0][0]) for _ in range(senders)], np.zeros_like(data[0][0])
+    expected = [exchanged(step, sent, sums, ends, scale, prescale, code=code, hosts=hosts) for step in data]
+    found = steps_of(data, ends, scale, prescale, PLANS[plan], code=code, hosts=hosts)
+    for rank, (results, _, my_sums) in enumerate(found):
+        for result, wanted in zip(results, expected, strict=True):
+            np.testing.assert_array_equal(result, wanted)
+        np.testing.assert_array_equal(my_sums, sums[([0, *ends])[rank] : ends[rank]])
+    held = [mine for _, mine, _ in found]
+    for of_host, wanted in zip(sums_of_hosts(held, hosts), sent, strict=True):
+        np.testing.assert_array_equal(of_host, wanted)
+
+
+@codes
+@pytest.mark.parametrize("hosts", [[0, 0, 1], [0, 0, 0, 0, 1, 1], [1, 0, 2, 1, 1, 0], [0, 1, 2]], ids=str)
+def test_a_host_keeps_its_residual_when_its_shards_change(code: str, hosts: list[int]) -> None:
+    """It lies anywhere at first, as from a checkpoint of other hosts; later, with deputies of old shards."""
+    size, blocks, dice = len(hosts), 9 * len(hosts), np.random.default_rng(1)
+    count = blocks * BLOCK
+    cuts = [sorted(dice.choice(blocks, size - 1).tolist()) for _ in range(3)]
+    layouts = [[*(cut * BLOCK for cut in each), count] for each in cuts]
+    random = [torch.from_numpy(dice.standard_normal(count).astype(np.float32)) for _ in range(2 * size)]
+    sent, data = random[:size], [part.numpy() for part in random[size:]]
+    lost = sums_of_hosts([mine.numpy().copy() for mine in sent], hosts)
+    sums = torch.zeros(count)
+    by_sums = sums.numpy().copy()
+
+    with tier_engines(hosts, segment_bytes=OF_HOSTS, depth=3) as engines:
+
+        def two_steps(rank: int, ends: list[int]) -> torch.Tensor:
+            engine, buffer = engines[rank], torch.empty(count)
+            engine.clear_buckets()
+            mine = sums[([0, *ends])[rank] : ends[rank]]
+            engine.add_bucket(
+                buffer,
+                wire_dtype=WIRES[code],
+                postscale=0.5,
+                ends=ends,
+                sent_residual=sent[rank],
+                sum_residual=mine,
+            )
+            engine.install(PLANS[0])
+            for _ in range(2):
+                buffer.copy_(torch.from_numpy(data[rank]))
+                run_step(engine, [0])
+            return buffer
+
+        for ends in layouts:
+            for _ in range(2):
+                expected = exchanged(data, lost, by_sums, [count], 0.5, code=code, hosts=hosts)
+            for result in on_ranks(size, lambda rank, ends=ends: two_steps(rank, ends)):
+                np.testing.assert_array_equal(result.numpy(), expected)
+            np.testing.assert_array_equal(sums.numpy(), by_sums)
+            held = [mine.numpy() for mine in sent]
+            for of_host, wanted in zip(sums_of_hosts(held, hosts), lost, strict=True):
+                np.testing.assert_array_equal(of_host, wanted)
+            for host in set(hosts):  # one rank of each host holds an element's
+                mine = [part != 0 for part, of in zip(held, hosts, strict=True) if of == host]
+                assert np.sum(mine, axis=0).max() == 1
+
+
+@codes
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 2, 2]], ids=str)
+def test_bytes_that_leave_a_host_are_those_of_one_rank_a_host(code: str, hosts: list[int]) -> None:
+    """The ranks of a host own as much as those of another."""
+    number, count = len(set(hosts)), 12 * 2 * BLOCK
+    shares = [count // number // hosts.count(host) for host in hosts]
+
+    def one(engine: Engine) -> int:
+        engine.add_bucket(torch.ones(count), wire_dtype=WIRES[code], ends=list(accumulate(shares)))
+        engine.install(PLANS[0])
+        run_step(engine, [0])
+        return int(engine.events()["bytes"].sum())
+
+    with tier_engines(hosts, segment_bytes=OF_HOSTS) as started:
+        sent = on_ranks(len(hosts), lambda rank: one(started[rank]))
+    for host in range(number):
+        of_host = sum(bytes_ for bytes_, of in zip(sent, hosts, strict=True) if of == host)
+        assert of_host == 2 * (number - 1) * count * (BLOCK + 4) / BLOCK / number
 
 
 @codes
@@ -196,6 +302,8 @@ def test_what_is_refused(code: str) -> None:
     python.close()
     with local_engines(1) as (small,):
         assert "segment_bytes must hold a block of 260 bytes" in refused(small)
+    with tier_engines([0, 1]) as (small, _):
+        assert "segment_bytes must be a multiple of 1024" in refused(small)
     with engines(1) as (direct,):
         assert f"a bucket of float64 cannot travel as blocks of {code}" in refused(direct, torch.float64)
         text = refused(direct, sent_residual=torch.zeros(3))
