@@ -36,7 +36,7 @@ from commsched.env import settings
 from commsched.errors import CheckpointError, CommError, HostsUpdatedInterrupt
 from commsched.optimizer.distributed import lasting
 from commsched.process.launch import detect_launch
-from commsched.process.rendezvous import launcher_server
+from commsched.process.rendezvous import launcher_server, tell_end
 
 _log = logging.getLogger("commsched")
 # Of Horovod where that is installed: scripts raise it, too.
@@ -75,7 +75,8 @@ def run(func: Any = None, *, virtual_ranks: int | None = None, seed: int = 0) ->
 
     @functools.wraps(func)
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
-        elastic = detect_launch(os.environ, settings().launcher).elastic
+        place = detect_launch(os.environ, settings().launcher)
+        elastic = place.elastic
         failures = _Failures(state)
         is_reset, can_skip = False, False
         virtual = VirtualRanks(state, virtual_ranks, seed) if virtual_ranks else None
@@ -90,7 +91,10 @@ def run(func: Any = None, *, virtual_ranks: int | None = None, seed: int = 0) ->
                     if is_reset:
                         state.on_reset()
                     _begin(state, can_skip, virtual)
-                    return _called(func, state, *args, **kwargs)
+                    result = _called(func, state, *args, **kwargs)
+                    if elastic:
+                        tell_end(place)
+                    return result
                 except HostsUpdatedInterrupt as interrupt:
                     can_skip = _ended_in_order(state, failures, elastic) and interrupt.skip_sync
                 except (CheckpointError, _RepeatedFailure):

@@ -602,9 +602,10 @@ class Child:
             [sys.executable, "-c", _CODE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,  # launchers take a killed rank for running while its output is open
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        self._said = b""
+        self._said = self._errors = b""
         self._thread = threading.Thread(
             target=self._talk, args=(pickle.dumps(request),), name="commsched-plan", daemon=True
         )
@@ -612,7 +613,7 @@ class Child:
 
     def _talk(self, request: bytes) -> None:
         try:
-            self._said, _ = self._process.communicate(request, timeout=settings().timeout)
+            self._said, self._errors = self._process.communicate(request, timeout=settings().timeout)
         except (OSError, ValueError, subprocess.SubprocessError):
             self._process.kill()
             self._process.wait()
@@ -626,7 +627,8 @@ class Child:
         """Return or raise what the process answered; ``SubprocessError`` where it failed."""
         self._thread.join()
         if self._process.returncode or not self._said:
-            raise subprocess.SubprocessError(f"it ended with status {self._process.returncode}")
+            told = self._errors.decode(errors="replace").strip().rpartition("\n")[2]
+            raise subprocess.SubprocessError(f"it ended with status {self._process.returncode}: {told}")
         answer = pickle.loads(self._said)
         if isinstance(answer, ValueError):
             raise answer

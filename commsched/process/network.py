@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import http.client
 import os
 import socket
 import struct
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable
+from contextlib import closing
 
 from commsched.errors import CommError
 
@@ -118,46 +118,67 @@ def _ipv4(name: str) -> str:
         ) from error
 
 
-# Not urlopen(): it obeys http_proxy, and a proxy does not know the hosts of the job.
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+class _Connection(http.client.HTTPConnection):
+    """A connection that is tried anew every few seconds until its time-out.
+
+    After a host was cut off, the kernel would wait as long as the cut has lasted before it tries once more.
+    Knows no proxy, which would not know the hosts of the job.
+    """
+
+    timeout: float
+
+    def connect(self) -> None:
+        deadline = time.monotonic() + self.timeout
+        while True:
+            try:
+                self.sock = socket.create_connection((self.host, self.port), min(3.0, self.timeout))
+                return self.sock.settimeout(self.timeout)
+            except OSError as error:
+                is_cut_off = isinstance(error, TimeoutError) or error.errno == errno.EHOSTUNREACH
+                if not is_cut_off or time.monotonic() > deadline:
+                    raise
+            time.sleep(_POLL_SECONDS)
 
 
 class KeyValueServer:
     """The HTTP key-value server of horovodrun, through which its ranks find each other."""
 
     def __init__(self, address: str, port: int, timeout: float) -> None:
-        self._root, self._timeout = f"http://{address}:{port}", timeout
+        self.root, self._place, self._timeout = f"http://{address}:{port}", (address, port), timeout
 
     def put(self, scope: str, key: str, value: bytes) -> None:
-        self._request("PUT", scope, key, value)
+        self.request("PUT", scope, key, value)
 
     def clear(self, scope: str, key: str, tries: int) -> None:
         """Delete `key` until horovodrun's server has emptied the scope, at most `tries` times."""
-        while tries and self._request("GET", scope, key) is not None:
-            self._request("DELETE", scope, key)
+        while tries and self.request("GET", scope, key) is not None:
+            self.request("DELETE", scope, key)
             tries -= 1
 
     def ask(self, scope: str, key: str) -> bytes:
         """Return the answer to a question that the server answers once all ranks have asked."""
-        answer = self._request("GET", scope, key)
+        answer = self.request("GET", scope, key)
         if answer is None:
             raise CommError(
-                f"horovodrun's server ({self._root}) does not know {scope}/{key}; does this process belong to"
+                f"horovodrun's server ({self.root}) does not know {scope}/{key}; does this process belong to"
                 " the job that horovodrun runs?"
             )
         return answer
 
-    def _request(self, method: str, scope: str, key: str, value: bytes | None = None) -> bytes | None:
+    def request(self, method: str, scope: str, key: str, value: bytes | None = None) -> bytes | None:
         """Return the server's answer; None where it does not know the `key` that is read."""
-        request = urllib.request.Request(f"{self._root}/{scope}/{key}", data=value, method=method)
         try:
-            with _direct.open(request, timeout=self._timeout) as reply:
-                return bytes(reply.read())
+            with closing(_Connection(*self._place, timeout=self._timeout)) as connection:
+                connection.request(method, f"/{scope}/{key}", value)
+                reply = connection.getresponse()
+                if method == "GET" and reply.status == 404:
+                    return None
+                if reply.status != 200:
+                    raise OSError(f"status {reply.status}")
+                return reply.read()
         except (OSError, http.client.HTTPException) as error:
-            if method == "GET" and isinstance(error, urllib.error.HTTPError) and error.code == 404:
-                return None
             raise CommError(
-                f"horovodrun's server ({self._root}) did not answer {method} {scope}/{key} within"
+                f"horovodrun's server ({self.root}) did not answer {method} {scope}/{key} within"
                 f" {self._timeout:g} s (COMMSCHED_TIMEOUT or COMMSCHED_START_TIMEOUT): {error}; has"
                 " horovodrun ended, can this host not reach it, or does a rank still wait elsewhere?"
             ) from error
@@ -166,12 +187,12 @@ class KeyValueServer:
         """Wait until another rank has put a value under `key`, and return it."""
         deadline = time.monotonic() + self._timeout
         while True:
-            value = self._request("GET", scope, key)
+            value = self.request("GET", scope, key)
             if value is not None:
                 return value
             if time.monotonic() > deadline:
                 raise CommError(
-                    f"rank 0 did not publish its address through horovodrun ({self._root}) within "
+                    f"rank 0 did not publish its address through horovodrun ({self.root}) within "
                     f"{self._timeout:g} s (COMMSCHED_START_TIMEOUT); has it stopped?"
                 )
             time.sleep(_POLL_SECONDS)

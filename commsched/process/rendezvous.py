@@ -36,8 +36,7 @@ has epochs, and each epoch its own ranks and its own store:
 
 Nobody can read the address of an earlier epoch. A rank learns its place only after the server was emptied,
 and before that every process that could write there has asked for its next place, or has ended. A process
-that horovodrun wrongly takes for ended (its ssh connection broke) might write; ranks that follow it miss the
-others, and ask again.
+that horovodrun wrongly takes for ended might write; ranks that follow it miss the others, and ask again.
 
 A rank may be lost after the driver's answer and before all have met. The driver tells nobody, but takes each
 question for the wish to begin another epoch. So init() asks again after a meeting that has failed:
@@ -51,16 +50,40 @@ question for the wish to begin another epoch. So init() asks again after a meeti
 Ranks need not be in the same try. One that asks early waits in renew() for those that still meet, and for a
 new process that has not come yet. That one finds nobody, and asks, too: the answer comes to all at once, so
 that a process which needs longer than a try to start meets the others in their next one.
+
+[Note: one process in a place]
+A place is a host and a number there. When ssh loses a host, horovodrun takes its processes for ended, and
+later starts others in their places. A process that was only cut off comes back and asks for its next rank.
+The driver counts questions, and not who asks: it would tell two processes in one place the same rank, and
+begin epochs before all have asked. So a process holds the place's name on its host from its first init()
+until it ends, and a later process of that place waits for the name in its first init():
+
+    the earlier process                      the later process
+    ---------------------------------------  ---------------------------------------------------------------
+    asks, meets, trains                      waits. The driver sees it alive, and takes the other's questions
+                                             for its own
+    fails, is killed, or learns that it      has the name, and begins as any new process
+    is no longer part of the job
+    ends after its training: `elastic.run`   ends with status 0, for the driver the place's
+    has told so to horovodrun's server
+
+The earlier one goes first because its state may be the newest that is left: the others may be lost while it
+comes back. The later one would begin the training anew.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import logging
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -68,7 +91,7 @@ from typing import Any
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from comm_core import EngineError, Waiting, ask_store
+from comm_core import EngineError, Waiting, ask_store, close_in_children
 from commsched.env import LAST_PORT, settings
 from commsched.errors import CommError
 from commsched.process import failure_monitor, mpi_bootstrap
@@ -83,6 +106,7 @@ from commsched.process.network import (
 )
 from scheduler.ir.inputs import InputError, whole
 
+_log = logging.getLogger("commsched")
 Publish = Callable[[dict[str, Any] | None], dict[str, Any]]
 """Broadcasts rank 0's contact data: rank 0 passes it, the others pass None; returns it on every rank."""
 _POLL_SECONDS = 0.02
@@ -135,6 +159,7 @@ class _StoreConnection:
 
 _connection: _StoreConnection | None = None
 _has_met = False  # the place that the launcher's variables tell has served for a meeting
+_name: socket.socket | None = None  # this process's [Note: one process in a place]
 
 
 def meet(launch: Launch, publish: Publish | None = None, patience: float | None = None) -> Meeting:
@@ -182,20 +207,22 @@ def meet(launch: Launch, publish: Publish | None = None, patience: float | None 
 def renew(launch: Launch) -> None:
     """Ask horovodrun's elastic driver for this process's place in the next epoch; wait until all have asked.
 
-    Changes the variables that the driver has set. Does nothing if the place they tell has not been used yet:
+    Changes the variables that the driver has set. Does not ask if the place they tell has not been used yet:
     the driver takes each question for the wish to begin another epoch.
     """
-    global _connection, _has_met
+    global _connection, _has_met, _name
     if settings().master_addr:
         raise CommError(
             "COMMSCHED_MASTER_ADDR is set, and in an elastic job rank 0 may move to another host; unset it on"
             " every rank: horovodrun tells where rank 0 is"
         )
+    # The others may notice a loss only after COMMSCHED_TIMEOUT, or still wait for ranks, or start.
+    server = launcher_server(settings().timeout + settings().start_timeout)
+    if _name is None and server is not None:
+        _name = _hold_name(launch, server)
     if not _has_met:
         return
     _connection = None  # nobody may find the store of the ended epoch
-    # The others may notice a loss only after COMMSCHED_TIMEOUT, or still wait for ranks, or start.
-    server = launcher_server(settings().timeout + settings().start_timeout)
     if server is None:
         raise CommError(
             "HOROVOD_ELASTIC is set, but not HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT, which tell where the"
@@ -209,12 +236,50 @@ def renew(launch: Launch) -> None:
             " commsched works with the driver of Horovod 0.28"
         )
     if int(values[0]) < 0:
+        if _name is not None:  # a later process need not wait until the script has ended
+            _name.close()
         raise CommError(
             f"process {launch.local_rank} of host {launch.node} is no longer part of the job: the host was"
             " removed, or a process on it failed; nothing is to be done, the other ranks go on"
         )
     os.environ.update(zip(_PLACE, values, strict=True))
     _has_met = False
+
+
+def _hold_name(launch: Launch, server: KeyValueServer) -> socket.socket:
+    """Wait until no earlier process of this place runs; end this one if that one has ended the training."""
+    who = f"process {launch.local_rank} of host {launch.node}"
+    place = f"{server.root} {who} {settings().job_token}"
+    name = "\0commsched-" + hashlib.sha256(place.encode()).hexdigest()
+    held, waits = close_in_children(socket.socket(socket.AF_UNIX)), False
+    while True:
+        try:
+            held.bind(name)
+            break
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        if not waits:
+            told = "%s waits: an earlier one, which horovodrun takes for ended, goes on in its place"
+            _log.warning(told, who)
+        waits = True
+        time.sleep(_POLL_SECONDS)
+    if server.request("GET", "commsched", _end_key(launch)) is not None:
+        _log.warning("%s ends: an earlier one in its place has ended the training", who)
+        sys.exit(0)
+    return held
+
+
+def tell_end(launch: Launch) -> None:
+    """Tell a later process of this place that the training is over: [Note: one process in a place]."""
+    server = launcher_server(_ANSWER_SECONDS)
+    if server is not None:
+        with suppress(CommError):  # horovodrun has ended, too
+            server.put("commsched", _end_key(launch), b"over")
+
+
+def _end_key(launch: Launch) -> str:
+    return f"end-{launch.node}:{launch.local_rank}"
 
 
 def _connect(launch: Launch, publish: Publish | None, patience: float) -> _StoreConnection:

@@ -2,6 +2,8 @@
 
 import importlib
 import logging
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -56,6 +58,30 @@ def test_the_answer_of_a_child_is_the_plan(monkeypatch, tmp_path):
 def test_the_answer_of_a_child_is_the_error(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="bucket"):
         ask("pipedap", monkeypatch, tmp_path, bucket_bytes=-1)
+
+
+def test_a_killed_rank_leaves_no_search_that_keeps_its_output_open():
+    """horovodrun took rank 0 for running until the search was over."""
+    code = """
+import os, signal
+from commsched.optimizer import planner
+planner._CODE = "import time; time.sleep(100)"
+print(planner.Child("plan")._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as rank:
+        search = int(rank.stdout.readline())
+        try:
+            assert rank.communicate(timeout=50) == (b"", b"")
+        finally:
+            os.kill(search, signal.SIGKILL)
+
+
+def test_a_failed_search_tells_its_error(monkeypatch):
+    monkeypatch.setattr(planner, "_CODE", "raise MemoryError('the search needs more')")
+    with pytest.raises(subprocess.SubprocessError, match="status 1: MemoryError: the search needs more"):
+        planner.Child("plan").answer()
 
 
 @pytest.mark.thorough

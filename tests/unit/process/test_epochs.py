@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -9,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -70,6 +70,7 @@ def driver(monkeypatch):
     for name in ("CROSS_RANK", "CROSS_SIZE"):
         monkeypatch.setenv(f"HOROVOD_{name}", "0")
     monkeypatch.setattr(rendezvous, "_has_met", True)
+    monkeypatch.setattr(rendezvous, "_name", socket.socket())  # those of several tests are the same
     yield answers, asked
     server.shutdown()
     server.server_close()
@@ -112,9 +113,26 @@ def test_a_driver_that_is_gone(driver, monkeypatch):
         rendezvous.renew(launch())
 
 
+def test_a_process_that_is_cut_off_tries_the_driver_anew(driver, monkeypatch):
+    """The kernel's next try came as late after the cut as the cut had lasted."""
+    answers, _ = driver
+    answers["/rank_and_size/b:1"] = b"1,2,1,2,0,1"
+    connect, failures = socket.create_connection, [TimeoutError(), OSError(errno.EHOSTUNREACH, "no route")]
+
+    def cut(address, timeout, *arguments):
+        assert timeout <= 3
+        if failures:
+            raise failures.pop()
+        return connect(address, timeout, *arguments)
+
+    monkeypatch.setattr(socket, "create_connection", cut)
+    rendezvous.renew(launch())
+    assert launch().rank == 1 and not failures
+
+
 @pytest.mark.parametrize("call", ["put", "clear", "ask", "wait"])
 def test_each_call_names_a_server_that_is_gone(call):
-    """Of urllib came an error that named no server."""
+    """The error named no server."""
     server = KeyValueServer("127.0.0.1", 1, 5)
     arguments = {"put": (b"",), "clear": (1,)}.get(call, ())
     with pytest.raises(
@@ -128,7 +146,6 @@ def test_no_proxy_stands_between_the_ranks_and_the_driver(driver, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.setattr(urllib.request, "_opener", None)  # it has the variables of its first use
     answers["/rank_and_size/b:1"] = b"1,2,1,2,0,1"
     rendezvous.renew(launch())
     assert asked == ["/rank_and_size/b:1"]
@@ -150,6 +167,67 @@ def rendezvous_settings():
     from commsched.env import read_settings
 
     return read_settings({"COMMSCHED_MASTER_ADDR": "b", "COMMSCHED_MASTER_PORT": "1"})
+
+
+# -- two processes in one place ------------------------------------------------------------------------------
+
+IN_ONE_PLACE = """
+import os, sys
+
+from commsched.process import rendezvous
+from commsched.process.launch import detect_launch
+
+rendezvous.renew(detect_launch(os.environ))
+print("has the place", flush=True)
+if sys.stdin.readline() == "end\\n":
+    rendezvous.tell_end(detect_launch(os.environ))
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "in order", "with an error"])
+def test_a_process_waits_for_an_earlier_one_in_its_place(driver, end):
+    """horovodrun had taken the earlier one for ended, and told both the same rank."""
+    _, asked = driver
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, "-c", IN_ONE_PLACE]
+    with (
+        subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as earlier,
+        subprocess.Popen(
+            command, cwd=ROOT, text=True, env={**os.environ, "HOROVOD_LOCAL_RANK": "0"}, **pipes
+        ) as another,
+    ):
+        try:
+            assert earlier.stdout.readline() == another.stdout.readline() == "has the place\n"
+            with subprocess.Popen(
+                command, cwd=ROOT, text=True, **pipes | {"stdin": subprocess.DEVNULL}
+            ) as later:
+                try:
+                    said = later.stderr.readline()
+                    assert "process 1 of host b waits: an earlier one" in said
+                    if end == "killed":
+                        earlier.kill()
+                    else:
+                        earlier.communicate("end\n" if end == "in order" else "\n", timeout=300)
+                    shown, said = later.communicate(timeout=300)
+                finally:
+                    later.kill()
+        finally:
+            earlier.kill()
+            another.kill()
+    assert later.returncode == 0
+    if end == "in order":
+        assert not shown and "process 1 of host b ends: an earlier one in its place has ended" in said
+    else:
+        assert shown == "has the place\n"
+    assert not [path for path in asked if "rank_and_size" in path]
+
+
+def test_a_process_that_is_no_longer_part_of_the_job_gives_its_place_up(driver):
+    answers, _ = driver
+    answers["/rank_and_size/b:1"] = b"-1,-1,-1,-1,-1,-1"
+    with pytest.raises(CommError, match="no longer part"):
+        rendezvous.renew(launch())
+    assert rendezvous._name.fileno() == -1
 
 
 # -- a rank is lost, or late, while the ranks meet -----------------------------------------------------------
