@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int kMostArguments = 4;
+constexpr int kMostArguments = 5;
 
 struct Kernel {
   const char* name;
@@ -16,8 +16,12 @@ struct Kernel {
 };
 
 #define COPY_ENTRIES(NAME, FROM, TO) {"pack_" #NAME, reinterpret_cast<const void*>(&pack_##NAME), 4},
+#define CODE_ENTRIES(NAME, CODE)                                           \
+  {"quantise_" #NAME, reinterpret_cast<const void*>(&quantise_##NAME), 5}, \
+      {"sum_" #NAME, reinterpret_cast<const void*>(&sum_##NAME), 5},
 
-const Kernel kKernels[] = {COMMSCHED_COPIES(COPY_ENTRIES){"hold", reinterpret_cast<const void*>(&hold), 1}};
+const Kernel kKernels[] = {COMMSCHED_COPIES(COPY_ENTRIES)
+                               COMMSCHED_CODES(CODE_ENTRIES){"hold", reinterpret_cast<const void*>(&hold), 1}};
 
 const Kernel* find(const char* name) {
   for (const Kernel& kernel : kKernels) {
@@ -28,8 +32,8 @@ const Kernel* find(const char* name) {
 
 }  // namespace
 
-extern "C" const char* commsched_cuda_launch(const char* name, int device, long long blocks,
-                                             const unsigned long long* arguments, int count, void* stream) {
+extern "C" const char* commsched_cuda_launch(const char* name, int device, long long blocks, const unsigned long long* arguments,
+                                             int count, void* stream) {
   const Kernel* kernel = find(name);
   if (kernel == nullptr) return "there is no kernel of this name";
   if (count != kernel->arguments) return "the kernel takes another number of arguments";

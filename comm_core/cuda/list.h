@@ -1,4 +1,4 @@
-// Which pairs of types there are kernels for: a gradient's and its bucket's.
+// Which kernels there are: to pack, a gradient's type and its bucket's; to quantise and to sum, the code.
 #pragma once
 
 #define COMMSCHED_COPIES(DO)        \
@@ -10,3 +10,7 @@
   DO(f32_bf16, float, BFloat16)     \
   DO(f64_f16, double, Half)         \
   DO(f64_bf16, double, BFloat16)
+
+#define COMMSCHED_CODES(CODE) \
+  CODE(qi8, Int8Code)         \
+  CODE(qf8, E4m3Code)

@@ -7,7 +7,8 @@
 #ifdef __CUDACC__
 #define COMMSCHED_HD __host__ __device__ __forceinline__
 #else
-#define COMMSCHED_HD inline
+// Always inlined: into functions for an instruction set of their own, too (engine/instruction_sets.h).
+#define COMMSCHED_HD inline __attribute__((always_inline))
 #endif
 
 namespace commsched {
@@ -41,6 +42,44 @@ COMMSCHED_HD float float_of(unsigned bits) {
   return value;
 #endif
 }
+
+// Four bytes of a message, at a multiple of four bytes on a GPU.
+COMMSCHED_HD unsigned load_word(const unsigned char* at) {
+#ifdef __CUDA_ARCH__
+  return *reinterpret_cast<const unsigned*>(at);
+#else
+  unsigned word;
+  __builtin_memcpy(&word, at, sizeof(word));
+  return word;
+#endif
+}
+
+COMMSCHED_HD void store_word(unsigned char* at, unsigned word) {
+#ifdef __CUDA_ARCH__
+  *reinterpret_cast<unsigned*>(at) = word;
+#else
+  __builtin_memcpy(at, &word, sizeof(word));
+#endif
+}
+
+// Each rounded by itself, with subnormal numbers, as the engine's processors do it. The plain operators are not: nvcc fuses a
+// product into a sum, and CuPy compiles with -ftz=true, which makes subnormal numbers zero. PTX with .rn and without .ftz does
+// neither.
+#ifdef __CUDA_ARCH__
+#define COMMSCHED_ROUNDED(NAME, PTX, OPERATOR)                      \
+  COMMSCHED_HD float NAME(float a, float b) {                       \
+    float result;                                                   \
+    asm(PTX ".rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b)); \
+    return result;                                                  \
+  }
+#else
+#define COMMSCHED_ROUNDED(NAME, PTX, OPERATOR) \
+  COMMSCHED_HD float NAME(float a, float b) { return a OPERATOR b; }
+#endif
+COMMSCHED_ROUNDED(plus, "add", +)
+COMMSCHED_ROUNDED(minus, "sub", -)
+COMMSCHED_ROUNDED(times, "mul", *)
+COMMSCHED_ROUNDED(over, "div", /)
 
 // Round to nearest, ties to even, in integers: what the instructions below do, for where they do not exist.
 COMMSCHED_HD unsigned short half_bits(float value) {

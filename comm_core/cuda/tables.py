@@ -25,6 +25,12 @@ SHORT = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch
 
 COPIES = frozenset("f32_f32 f64_f64 f16_f16 bf16_bf16 f32_f16 f32_bf16 f64_f16 f64_bf16".split())
 
+BLOCK, BLOCK_BYTES = 256, 260
+"""Elements that one scale serves, and the bytes that stand for them: ``kBlock`` in block_codes.h."""
+
+# By the type that gradients are quantised to; a torch without fp8 does not ask for it.
+CODES = {torch.int8: "qi8", getattr(torch, "float8_e4m3fn", None): "qf8"}
+
 # Bytes, of the larger type, that a thread has under way: 8 loads of 16 bytes (kUnroll and kWidth in copy.h).
 _UNDER_WAY = 128
 

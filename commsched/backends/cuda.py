@@ -34,7 +34,7 @@ import numpy.typing as npt
 import torch
 
 from comm_core import OPS, EngineError, write_into
-from comm_core.cuda import BucketCopy, Region
+from comm_core.cuda import BlockCode, BucketCopy, Region, message_bytes
 from commsched.backends.cpu import closed_text, engine_backend, new_channel
 from commsched.backends.interface import Backend, StepWork, as_real
 from commsched.backends.nccl import Exchange, PeerConnections, exchange_for
@@ -181,18 +181,45 @@ def device_of(device: torch.device) -> Device:
 
 
 @dataclass
+class Quantised:
+    """How a bucket travels in blocks of bytes: a message has a part for, or of, each rank.
+
+    ``lost`` is what rounding this rank's gradients has lost so far, ``lost_of_sums`` the sums of its shard.
+    The engine rounds ``prescale`` times the gradients, so they are packed unscaled.
+    """
+
+    code: BlockCode
+    message: torch.Tensor
+    received: torch.Tensor
+    lost: torch.Tensor
+    lost_of_sums: torch.Tensor | None
+    prescale: float
+
+
+@dataclass
 class StreamBucket:
-    """``data`` is reduced (as ``wire``, if that has another type); ``gather``, else ``data``, is gathered."""
+    """``data`` is reduced (as ``wire``, if that has another type); ``gather``, else ``data``, is gathered.
+
+    ``packed``: the factor with which gradients are packed.
+    """
 
     data: torch.Tensor
     wire: torch.Tensor | None = None
     gather: torch.Tensor | None = None
+    packed: float = 1.0
     postscale: float = 1.0
+    quantised: Quantised | None = None
     events: dict[str, Event] = field(default_factory=dict)  # ready, reduced, updated, gathered
 
     @property
     def travels(self) -> torch.Tensor:
         return self.data if self.wire is None else self.wire
+
+    def sent(self, op: str, ranks: int) -> int:
+        """Return the bytes that a rank sends in an operation: all parts but its own."""
+        reduced = (self.travels if self.quantised is None else self.quantised.message).nbytes
+        gathered = reduced if self.gather is None else self.gather.nbytes
+        return ((op != "AG") * reduced + (op != "RS") * gathered) // ranks * (ranks - 1)
 
 
 class StreamSchedule:
@@ -317,13 +344,16 @@ class StreamSchedule:
             bucket.events["reduced"] = end
         if op != "RS":
             bucket.events["gathered"] = end
-        size = bucket.travels.numel() * bucket.travels.element_size()
-        self._log.append(
-            (self.step, op, number, after, after if self._last is None else self._last, end, size)
-        )
+        before = after if self._last is None else self._last
+        self._log.append((self.step, op, number, after, before, end, bucket.sent(op, self.size)))
         self._last = end
 
     def _reduce(self, bucket: StreamBucket) -> None:
+        if (blocks := bucket.quantised) is not None:
+            blocks.code.quantise(bucket.data, blocks.lost, blocks.message, blocks.prescale)
+            self.exchange.all_to_all(blocks.received, blocks.message)
+            blocks.code.add_up(blocks.received, self.size, self._shard(bucket.data), bucket.postscale)
+            return
         self.exchange.reduce_scatter(bucket.travels, bucket.postscale)
         if bucket.wire is not None and bucket.gather is not None:
             self._shard(bucket.data).copy_(self._shard(bucket.wire))
@@ -331,6 +361,11 @@ class StreamSchedule:
     def _gather(self, bucket: StreamBucket) -> None:
         if bucket.gather is not None:
             self.exchange.all_gather(bucket.gather)
+            return
+        if (blocks := bucket.quantised) is not None:
+            blocks.code.quantise(self._shard(bucket.data), blocks.lost_of_sums, self._shard(blocks.message))
+            self.exchange.all_gather(blocks.message)
+            blocks.code.add_up(blocks.message, 1, bucket.data)  # this rank's rounded sums, too
             return
         self.exchange.all_gather(bucket.travels)
         if bucket.wire is not None:
@@ -392,10 +427,9 @@ class Packing:
     writes here.
     """
 
-    def __init__(
-        self, device: Device, buffers: Buffers, buckets: Sequence[StreamBucket], scale: float
-    ) -> None:
-        self._device, self._layout, self._scale = device, buffers.layout, scale
+    def __init__(self, device: Device, buffers: Buffers, buckets: Sequence[StreamBucket]) -> None:
+        self._device, self._layout = device, buffers.layout
+        self._scales = [bucket.packed for bucket in buckets]
         # Where the buckets' memory begins and ends.
         self._memory = [(flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat in buffers.flat.values()]
         self._slots = {
@@ -407,7 +441,7 @@ class Packing:
         }
         self._copies = [self._copy_of(*pair) for pair in zip(buffers.layout.slices, buckets, strict=True)]
         # Whether a bucket is packed even if all of its gradients are in their slots.
-        self._changes = [scale != 1.0 or bucket.wire is not None for bucket in buckets]
+        self._changes = [bucket.packed != 1.0 or bucket.wire is not None for bucket in buckets]
         self._offers: dict[int, Offer] = {}
         self._written_on: dict[int, Stream] = {}  # where each gradient was computed, or its slot written
         self._packed: set[int] = set()
@@ -485,7 +519,7 @@ class Packing:
                 for i, offer in zip(params, offers, strict=True)
             ]
             with torch.no_grad():
-                self._copies[bucket].pack(sources, self._scale)
+                self._copies[bucket].pack(sources, self._scales[bucket])
         self._packed.add(bucket)
         for i, offer in zip(params, offers, strict=True):
             if offer is not None:
@@ -518,8 +552,8 @@ class StreamBackend(Backend):
     """Marks and waits concern streams. ``host`` moves the flags and tensors of the CPU.
 
     [Note: lifetime of a plan's memory]
-    Buckets, wire buffers and the tables of ``Packing`` are allocated on the stream that installs the plan.
-    They are read and written on that of the exchanges, those of the backward, and those that complete
+    Buckets, residuals, messages and the tables of ``Packing`` are allocated on the stream that installs the
+    plan. They are read and written on that of the exchanges, those of the backward, and those that complete
     parameters. Before ``install()`` and ``close()`` drop them, the stream of the allocation waits for all of
     these: the exchanges of a bucket run after it was packed, and ``updates_issued()`` lets the stream of the
     user's steps wait for each stream that has completed parameters.
@@ -548,7 +582,7 @@ class StreamBackend(Backend):
 
     def _no_plan(self) -> None:
         nowhere = Device(torch.device("cpu"))  # asks nothing of a GPU, which may have failed
-        self._packing, self._first_flags = Packing(nowhere, _NO_BUFFERS, [], 1.0), 0
+        self._packing, self._first_flags = Packing(nowhere, _NO_BUFFERS, []), 0
 
     # -- failures --------------------------------------------------------------------------------------------
 
@@ -578,23 +612,38 @@ class StreamBackend(Backend):
         self._check()
         self.schedule.check_ended()
         self.host.install(StepWork([("AR", 0)], _NO_BUFFERS, work.flags))
-        layout, buckets = work.buffers.layout, []
-        for piece in layout.slices:
-            data = work.buffers.bucket(piece.number)
-            kind = work.scaling.wire_type(data.dtype)
-            with self.room():
-                wire = torch.zeros_like(data, dtype=kind) if kind not in (None, data.dtype) else None
-            gather = None if work.gathered is None else as_real(work.gathered.bucket(piece.number))
-            buckets.append(StreamBucket(as_real(data), wire, gather, work.scaling.after))
+        layout, scaling, buckets = work.buffers.layout, work.scaling, []
         # Packing rounds to the wire's type; sums in it must come scaled before.
-        scale = work.scaling.before * (1.0 if self.exchange.scales else work.scaling.after)
+        scale = scaling.before * (1.0 if self.exchange.scales else scaling.after)
         with self.room():
-            packing = Packing(self.streams, work.buffers, buckets, scale)
+            quantised = self._quantised(work)
+            for piece in layout.slices:
+                data, blocks = work.buffers.bucket(piece.number), quantised.get(piece.number)
+                kind = scaling.wire_type(data.dtype)
+                wire = torch.zeros_like(data, dtype=kind) if kind not in (None, data.dtype) else None
+                gather = None if work.gathered is None else as_real(work.gathered.bucket(piece.number))
+                packed = scale if blocks is None else 1.0
+                buckets.append(StreamBucket(as_real(data), wire, gather, packed, scaling.after, blocks))
+            packing = Packing(self.streams, work.buffers, buckets)
         self._first_flags = len(buckets)
         order = [(op, bucket) for op, bucket in work.order if bucket < self._first_flags]
         self._release_after_use()
         self._packing = packing
         self.schedule.install(order, buckets)
+
+    def _quantised(self, work: StepWork) -> dict[int, Quantised]:
+        """Return how the quantised buckets travel. Their messages, which come one by one, share memory."""
+        lost = work.residuals if self.ranks.size > 1 else {}  # one rank rounds nothing
+        if not lost or work.scaling.wire_dtype is None:
+            return {}
+        device = next(iter(lost.values()))[0].device
+        sizes = {number: message_bytes(mine.numel()) for number, (mine, _) in lost.items()}
+        memory = torch.empty((2, max(sizes.values())), dtype=torch.uint8, device=device)
+        code = BlockCode(work.scaling.wire_dtype, device)
+        return {
+            number: Quantised(code, memory[0, :size], memory[1, :size], *lost[number], work.scaling.before)
+            for number, size in sizes.items()
+        }
 
     def _release_after_use(self) -> None:
         """Let the stream on which the plan's memory was allocated wait for everything that uses it."""

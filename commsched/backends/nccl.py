@@ -1,7 +1,8 @@
 """Move a device's buckets: by NCCL in the stream, or by a CPU transport through the host.
 
 Both work in place on a flat bucket: after ``reduce_scatter`` this rank's shard holds the sum, ``all_gather``
-fills in the others' shards. ``PeerConnections`` notices that another rank is gone while NCCL waits for it.
+fills in the others' shards. ``all_to_all`` exchanges the messages of quantised buckets. ``PeerConnections``
+notices that another rank is gone while NCCL waits for it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 
 from comm_core import TcpConnection
 from commsched.backends.cpu import make_transport
@@ -38,6 +39,9 @@ class Exchange(Protocol):
 
     def all_gather(self, bucket: torch.Tensor) -> None: ...
 
+    def all_to_all(self, received: torch.Tensor, message: torch.Tensor) -> None:
+        """Send each rank its part of ``message``; receive every rank's part for this one, in rank order."""
+
     def abort(self, reason: str) -> None:
         """End operations in flight, because another rank is gone. May be called from any thread."""
 
@@ -55,8 +59,8 @@ class NcclExchange:
         self._end_lock, self._ended = threading.Lock(), False
         self._rank, self._size = group.rank(), group.size()
         self._reduce = ReduceScatterOptions()
-        self._gather = AllgatherOptions()
-        for options in (self._reduce, self._gather):
+        self._gather, self._swap = AllgatherOptions(), AllToAllOptions()
+        for options in (self._reduce, self._gather, self._swap):
             # Use the caller's stream; older versions of torch use their own stream and join it.
             if hasattr(options, "asyncOp"):
                 options.asyncOp = False
@@ -70,6 +74,9 @@ class NcclExchange:
 
     def all_gather(self, bucket: torch.Tensor) -> None:
         self._wait_in_stream(self.group._allgather_base(bucket, self._shard(bucket), self._gather))
+
+    def all_to_all(self, received: torch.Tensor, message: torch.Tensor) -> None:
+        self._wait_in_stream(self.group.alltoall_base(received, message, [], [], self._swap))
 
     def _wait_in_stream(self, work: Any) -> None:
         if work is not None:
@@ -109,6 +116,14 @@ class StagedExchange:
         staged = bucket.cpu()
         self._transport.all_gather(staged, step=next(self._steps))
         bucket.copy_(staged)
+
+    def all_to_all(self, received: torch.Tensor, message: torch.Tensor) -> None:
+        """Gather the whole messages of all ranks: several times the bytes, in this exchange for tests."""
+        rank, size = self._transport.rank, self._transport.size
+        messages = message.new_empty((size, size, message.numel() // size))
+        messages[rank] = message.view(size, -1)
+        self.all_gather(messages.view(-1))
+        received.view(size, -1).copy_(messages[:, rank])
 
     def abort(self, reason: str) -> None:
         if (transport := self._transport) is not None:

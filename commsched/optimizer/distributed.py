@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from commsched.backends import PLAIN, wanted_transport
+from commsched.backends import PLAIN, STREAM, wanted_transport
 from commsched.collectives.carrier import carrier_or_none
 from commsched.collectives.compression import Compression, block_code
 from commsched.collectives.job import ProcessSet, global_process_set
@@ -352,11 +352,11 @@ def check_master_weights(gather: str, params: Sequence[torch.Tensor], planned: b
 def check_blocks(code: str, transport: Any, params: Sequence[torch.Tensor], one_by_one: bool) -> None:
     """Raise where nothing can move buckets quantised to a code."""
     refused = f"compression=Compression.{code} is not possible"
-    elsewhere = sorted({param.device.type for param in params} - {"cpu"})
-    if elsewhere:
+    kinds = {param.device.type for param in params}
+    if elsewhere := sorted(kinds - {"cpu", "cuda"}):
         raise ValueError(
-            f"{refused} for parameters on {', '.join(elsewhere)}: gradients are quantised on CPUs only; use"
-            " Compression.fp16 or bf16"
+            f"{refused} for parameters on {', '.join(elsewhere)}: gradients are quantised on CPUs and GPUs"
+            " only; use Compression.fp16 or bf16"
         )
     if one_by_one:
         raise ValueError(
@@ -365,7 +365,7 @@ def check_blocks(code: str, transport: Any, params: Sequence[torch.Tensor], one_
         )
     named = transport is None or isinstance(transport, str)  # else it is a backend
     wanted = wanted_transport(transport) if named else transport.name
-    if wanted not in (None, "auto", "direct", "tiers"):
+    if wanted not in (None, "auto", "direct", "tiers", STREAM) and not (named and kinds == {"cuda"}):
         raise ValueError(
             f"{refused} over transport {wanted!r}, which does not bring what is rounded to the owner of its"
             " sum; leave transport= and COMMSCHED_TRANSPORT out, or use transport='direct'"

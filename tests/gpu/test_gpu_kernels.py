@@ -1,4 +1,4 @@
-"""Packing on a GPU, against the same function done with torch's operations."""
+"""Kernels on a GPU, against the same functions done with torch's operations and by the engine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import sys
 import pytest
 import torch
 
-from comm_core.cuda import BucketCopy, Region, gpu_launcher, one_after_another
+from comm_core.cuda import BlockCode, BucketCopy, Region, gpu_launcher, one_after_another
 from comm_core.cuda.tables import COPIES, SHORT
 from dnn_bench.gpu import tensors_of
 from tests.support.checkout import ROOT
+from tests.support.quantised import WIRES, check_codes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,6 +49,15 @@ def test_pack_equals_torch(pair: str, shift: int) -> None:
     for bucket, launcher in zip(buckets, ("choose", None), strict=True):
         BucketCopy(regions, bucket, len(numels), source, launcher).pack(tensors, 1.5)
     assert torch.equal(*buckets)
+
+
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("wire", WIRES.values())
+def test_codes_of_blocks_are_the_engines(wire: torch.dtype, dtype: torch.dtype) -> None:
+    """Kernels and torch's operations on the GPU make the bits of the CPU."""
+    gpu = torch.device("cuda")
+    codes = [BlockCode(wire, gpu), BlockCode(wire, gpu, None)]
+    check_codes(codes, wire, dtype, 10_000_128, gpu)
 
 
 def test_more_than_2_to_the_31_elements() -> None:

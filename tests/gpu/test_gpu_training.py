@@ -78,6 +78,48 @@ def test_training_equals_the_mean_batch(size: int) -> None:
             assert "staged, flags over" in result.stdout
 
 
+# Gradients and updates that a CPU and a GPU compute alike, so that all else must be alike, too.
+QUANTISED = """
+import sys, torch, torch.nn as nn, commsched as hvd
+hvd.init()
+gpu = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
+torch.cuda.set_device(gpu)
+SHAPES = (300, 700), (64, 80), (48, 100)
+def gradient(shape, step):
+    seed = 1000 * step + 10 * SHAPES.index(shape) + hvd.rank()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def trained(device, code, gather):
+    params = [nn.Parameter(torch.zeros(shape, device=device)) for shape in SHAPES]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), bucket_mb=0.1, gather=gather,
+        compression=getattr(hvd.Compression, code))
+    for step in range(12):
+        sum((p * gradient(shape, step).to(device)).sum() for p, shape in zip(params, SHAPES)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    lost = [entries["wire_residual"] for entries in optimizer.state_dict()["state"].values()]
+    assert len(lost) == 3 and all(each.any() for each in lost)
+    if device == gpu:
+        print(optimizer._session.backend.name)
+    optimizer.close()
+    return [p.detach().cpu() for p in params], [each.cpu() for each in lost]
+for code in ("int8", "fp8"):
+    for gather in ("gradients", "parameters"):
+        (wanted, lacking), (found, lost) = (trained(device, code, gather) for device in ("cpu", gpu))
+        assert all(torch.equal(one, other) for one, other in zip(wanted, found)), (code, gather)
+        # A checkpoint adds up the ranks' residuals in the order of the plan's shards.
+        torch.testing.assert_close(lost, lacking, rtol=1e-5, atol=1e-6)
+hvd.shutdown()
+print("the bits of the CPU")
+"""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_quantised_gradients_have_the_bits_of_the_cpu(size: int) -> None:
+    """Over NCCL where each rank has a GPU; else through the host, with the kernels of the GPU they share."""
+    for result in run_ranks(QUANTISED, size, timeout=280, check=True):
+        assert "the bits of the CPU" in result.stdout
+
+
 SKIPPED = """
 import torch, torch.nn as nn, commsched as hvd
 hvd.init()

@@ -21,7 +21,16 @@ def library() -> ctypes.CDLL:
     folder = Path(mkdtemp(prefix="commsched-kernels-"))
     source, target = ROOT / "tests/native/cuda_host.cpp", folder / "kernels.so"
     include = ["-I", str(ROOT / "comm_core/cuda")]
-    flags = ["-std=c++17", "-O1", "-g0", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas"]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-g0",
+        "-shared",
+        "-fPIC",
+        "-Wall",
+        "-Wno-unknown-pragmas",
+        "-ffp-contract=off",
+    ]
     checks = [
         "-fsanitize=alignment,bounds,shift,signed-integer-overflow",
         "-fsanitize-undefined-trap-on-error",

@@ -11,6 +11,7 @@ from commsched.backends.cpu import EngineBackend
 from commsched.backends.cuda import Device, StreamBackend
 from commsched.backends.interface import Scaling, StepWork
 from commsched.optimizer.buckets import Buffers, build_layout
+from commsched.optimizer.planner import BLOCK
 from dnn_bench.emulate import HostLink, OneProcess, emulated_ranks
 from scheduler.ir.buckets import Bucket, Piece
 
@@ -46,6 +47,9 @@ class Alike:
         mine, other = bucket.view(SIZE, -1)
         other.copy_(self._theirs.pop(bucket.data_ptr(), mine))
 
+    def all_to_all(self, received: torch.Tensor, message: torch.Tensor) -> None:
+        received.view(SIZE, -1).copy_(message.view(SIZE, -1)[0])
+
     def abort(self, reason: str) -> None:
         pass
 
@@ -57,7 +61,8 @@ class OneRank:
     """A backend with the buckets of ``CUTS``.
 
     ``slots``: views of the gradients' memory; ``results``: of what is gathered, which is other memory if
-    ``sharded``.
+    ``sharded``. With int8 or fp8 as the wire's type, ``residuals`` are those of the buckets; what the other
+    rank then sends is this rank's shard, and not its own.
     """
 
     def __init__(
@@ -81,13 +86,19 @@ class OneRank:
         size = self.dtype.itemsize
         buckets = [Bucket(tuple(Piece(i, a * size, b * size) for i, a, b in cut)) for cut in self.cuts]
         numels = [torch.Size(shape).numel() for shape in SHAPES]
-        layout = build_layout(numels, [size] * len(SHAPES), buckets, SIZE)
+        quantised = self.scaling.wire_dtype in (torch.int8, torch.float8_e4m3fn)
+        blocks = {0: BLOCK} if quantised else None
+        layout = build_layout(numels, [size] * len(SHAPES), buckets, SIZE, alignment=blocks)
         buffers = Buffers(layout, {0: (self.dtype, torch.device("cpu"))}, self.backend.room)
         with torch.inference_mode(False):
             flags = [torch.zeros(2 * 16, dtype=torch.int32)]
         order = [*self.order, ("AR", len(self.cuts))]
         gathered = buffers.more() if self.sharded else None
-        self.backend.install(StepWork(order, buffers, flags, gathered, self.scaling))
+        lost, pieces = buffers.more(), layout.slices if quantised else []
+        sums = {b.number: None if self.sharded else torch.zeros((b.stop - b.start) // SIZE) for b in pieces}
+        residuals = {number: (lost.bucket(number), mine) for number, mine in sums.items()}
+        self.backend.install(StepWork(order, buffers, flags, gathered, self.scaling, residuals))
+        self.residuals = [lost for pair in residuals.values() for lost in pair if lost is not None]
         examples = [torch.empty(shape, dtype=self.dtype) for shape in SHAPES]
         self.buffers, self.gathered = buffers, gathered or buffers
         self.slots, self.results = (

@@ -155,6 +155,9 @@ class GroupOnPaper:
     def _allgather_base(self, bucket: torch.Tensor, shard: torch.Tensor, options: Any) -> Any:
         return self._group._allgather_base(bucket, shard.clone(), options)
 
+    def alltoall_base(self, received: torch.Tensor, message: torch.Tensor, *rest: Any) -> Any:
+        return self._group.alltoall_base(received, message, *rest)
+
     def shutdown(self) -> None:
         self._end("shut down")
 

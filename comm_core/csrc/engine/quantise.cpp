@@ -1,82 +1,36 @@
 #include "quantise.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "block_codes.h"
 
 namespace commsched {
 namespace {
 
-constexpr uint32_t kInfinity = 0x7f800000u;
-constexpr uint32_t kNaN = 0x7fc00000u;
-// Blocks of smaller magnitudes are sent as zeros: 127 / magnitude could be infinite, and magnitude / 448 subnormal.
-constexpr float kSmallest = 1e-35f;
-
-// The bits of the largest magnitude; of NaN or infinity if there is one, whose bits are larger than any number's. Compilers
-// vectorise a maximum of integers, but not one of floats.
-COMMSCHED_INLINE uint32_t largest(const float* values, size_t n) {
-  int32_t most = 0;
-  for (size_t i = 0; i < n; ++i) most = std::max(most, static_cast<int32_t>(bits_of(values[i]) & 0x7fffffffu));
-  return static_cast<uint32_t>(most);
-}
-
-template <typename Code>
-COMMSCHED_INLINE void quantise_block(const float* values, size_t n, float* residual, char* out) {
-  const uint32_t most = largest(values, n);
-  const bool finite = most < kInfinity;
-  const float magnitude = from_bits(most);
-  const bool zero = finite && magnitude < kSmallest;
-  const float scale = !finite ? from_bits(kNaN) : zero ? 0.0f : magnitude / Code::kLargest;
-  std::memcpy(out, &scale, sizeof(scale));
-  auto* codes = reinterpret_cast<uint8_t*>(out + sizeof(scale));
-  if (!finite) {
-    for (size_t i = 0; i < n; ++i) codes[i] = values[i] == 0.0f ? 0 : 1;
-    return;
-  }
-  float rounded[kQuantBlock] = {};
-  if (zero) {
-    std::memset(codes, 0, n);
-  } else {
-    Code::encode(values, n, magnitude, codes, rounded);
-  }
-  for (size_t i = 0; residual != nullptr && i < n; ++i) residual[i] = values[i] - rounded[i] * scale;
-}
-
-template <typename Code>
-COMMSCHED_INLINE void restore_block(const char* bytes, size_t n, float* values) {
-  float scale;
-  std::memcpy(&scale, bytes, sizeof(scale));
-  const auto* codes = reinterpret_cast<const uint8_t*>(bytes + sizeof(scale));
-  Code::decode(codes, n, scale, values);
-  if (scale == scale) return;
-  // Zeros stay zeros in a block that is not finite: among them is the padding of buckets, which nobody overwrites.
-  for (size_t i = 0; i < n; ++i) values[i] = codes[i] == 0 ? 0.0f : scale;
-}
+static_assert(kBlock == kQuantBlock && kBlockBytes == kQuantBytes);
 
 template <typename Code>
 COMMSCHED_INLINE void quantise_all(const float* in, size_t n, float scale, float* residual, char* out) {
-  float values[kQuantBlock];
+  float values[kBlock];
   for (size_t begin = 0; begin < n; begin += kQuantBlock, out += kQuantBytes) {
-    const size_t length = std::min(kQuantBlock, n - begin);
-    float* kept = residual == nullptr ? nullptr : residual + begin;
-    for (size_t i = 0; i < length; ++i) values[i] = in[begin + i] * scale;
-    for (size_t i = 0; kept != nullptr && i < length; ++i) values[i] += kept[i];
-    quantise_block<Code>(values, length, kept, out);
+    const int length = static_cast<int>(std::min(kQuantBlock, n - begin));
+    float* lost = residual == nullptr ? nullptr : residual + begin;
+    const int most = load_block<1>(in + begin, lost, length, scale, 0, values);
+    store_block<Code, 1>(values, length, most, 0, lost, reinterpret_cast<Byte*>(out));
   }
 }
 
+struct Addresses {
+  const void* const* parts;
+  size_t at;
+  COMMSCHED_INLINE const Byte* operator()(int part) const { return static_cast<const Byte*>(parts[part]) + at; }
+};
+
 template <typename Code>
 COMMSCHED_INLINE void sum_all(const void* const* parts, int num_parts, float* out, size_t n, float scale) {
-  float sums[kQuantBlock], part[kQuantBlock];
   for (size_t begin = 0, at = 0; begin < n; begin += kQuantBlock, at += kQuantBytes) {
-    const size_t length = std::min(kQuantBlock, n - begin);
-    restore_block<Code>(static_cast<const char*>(parts[0]) + at, length, sums);
-    for (int p = 1; p < num_parts; ++p) {
-      restore_block<Code>(static_cast<const char*>(parts[p]) + at, length, part);
-      for (size_t i = 0; i < length; ++i) sums[i] += part[i];
-    }
-    for (size_t i = 0; i < length; ++i) out[begin + i] = sums[i] * scale;
+    const int length = static_cast<int>(std::min(kQuantBlock, n - begin));
+    sum_block<Code, 1>(Addresses{parts, at}, num_parts, length, scale, 0, out + begin);
   }
 }
 

@@ -16,13 +16,15 @@ import commsched as hvd
 from commsched.backends.cuda import Device, StreamBackend, StreamSchedule
 from commsched.backends.nccl import Exchange, exchange_for
 from commsched.collectives.private_groups import private_group
+from commsched.optimizer.gradient import RESIDUAL
 from scheduler.ir.buckets import fuse_by_bytes
 from scheduler.ir.link import Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.policies import plan
 from tests.support.cases import Me, case, main
 from tests.support.device_waits import NoQuestions
-from tests.support.oracle import assert_close, release, seeded
+from tests.support.oracle import assert_close, batch, release, seeded
+from tests.support.quantised_training import COMPRESSIONS, Wide, case_of_each_code
 from tests.support.races import Races, WatchedDevice
 from tests.support.reference_run import MakeOptimizer, Twin, momentum, some_profile
 from tests.support.small_models import loss_of
@@ -210,6 +212,52 @@ def half_precision_on_the_wire_is_that_of_the_engine(me: Me) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@case_of_each_code(ranks=(2, 3))
+def quantised_gradients_are_those_of_the_engine(me: Me, code: str) -> None:
+    """And so are their residuals, through a checkpoint, also over a group that stands for NCCL's."""
+
+    def build() -> nn.Module:
+        widths = [nn.Linear(*width, bias=False) for width in ((12, 200), (200, 70), (70, 40))]
+        return nn.Sequential(widths[0], nn.Tanh(), widths[1], nn.Tanh(), widths[2])
+
+    def trained(transport: str, gather: str, name: str) -> list[torch.Tensor]:
+        model, saved = seeded(build), None
+        for schedule in ("dear", "bytescheduler" if gather == "gradients" else "sequential"):
+            with default_type(torch.float64):  # the script's, not ours
+                optimizer: Any = hvd.DistributedOptimizer(
+                    momentum(model),
+                    model.named_parameters(),
+                    compression=COMPRESSIONS[code],
+                    gradient_predivide_factor=3.0,
+                    schedule=schedule,
+                    profile=some_profile(model),
+                    bucket_mb=0.03,
+                    gather=gather,
+                    transport=transport,
+                )
+            assert optimizer._session.backend.name.startswith(name), optimizer._session.backend.name
+            if saved is not None:
+                optimizer.load_state_dict(saved)
+            for step in range(3):
+                model(batch(me.rank, step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            saved = optimizer.state_dict()
+            release(optimizer)
+        assert saved is not None
+        lost = [entries[RESIDUAL] for entries in saved["state"].values()]
+        assert len(lost) == 3 and all(each.any() for each in lost)
+        return [*(p.detach() for p in model.parameters()), *lost]
+
+    for gather in ("gradients", "parameters"):
+        wanted = trained("direct", gather, "direct")
+        found = [trained("stream", gather, "staged, flags over")]
+        with over_nccl_on_paper():
+            found.append(trained("stream", gather, "nccl, flags over"))
+        for over, tensors in zip(("staged", "nccl"), found, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(tensors, wanted, strict=True)), (over, gather)
+
+
 @case(ranks=(2,))
 def measuring_on_the_way(me: Me) -> None:
     model = seeded(Mixed)
@@ -385,6 +433,10 @@ class WatchedExchange:
         self._races.touch("AG", [bucket], [bucket])
         self._inner.all_gather(bucket)
 
+    def all_to_all(self, received: torch.Tensor, message: torch.Tensor) -> None:
+        self._races.touch("all-to-all", [message], [received])
+        self._inner.all_to_all(received, message)
+
 
 def races_of_training(me: Me, stack: ExitStack, steps: int = 12, **options: Any) -> list[str]:
     """Train in all sorts of ways, with all communication on a stream of its own; return the races."""
@@ -434,6 +486,8 @@ def no_hand_over_is_a_race_whatever_the_options(me: Me) -> None:
     check_no_race(me, schedule="bytescheduler", bucket_mb=0.002)
     check_no_race(me, gather="parameters")
     check_no_race(me, compression=hvd.Compression.fp16, gradient_predivide_factor=2.0)
+    check_no_race(me, compression=hvd.Compression.int8)
+    check_no_race(me, compression=hvd.Compression.fp8, gather="parameters")
 
 
 @case(ranks=(2,))

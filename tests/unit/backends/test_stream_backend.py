@@ -88,6 +88,29 @@ def test_the_gpus_kernels_pack_the_same(dtype: torch.dtype, monkeypatch: pytest.
     assert len(launcher.launches) == 4
 
 
+@pytest.mark.parametrize("wire", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("order", [[("RS", 0), ("RS", 1), ("AG", 1), ("AG", 0)], [("AR", 1), ("AR", 0)]])
+def test_the_gpus_kernels_quantise_the_same(
+    wire: torch.dtype, order: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def results(launcher: HostLauncher | None) -> list[torch.Tensor]:
+        monkeypatch.setattr("comm_core.cuda.blocks.launcher_for", lambda device: launcher)
+        rank = OneRank(scaling=Scaling(1 / 3, 0.5, wire), order=order, scales=False)
+        for seed in range(3):
+            grads = [rank.gradient(i, 100.0 * i + seed) for i in ALL]
+            step(rank, lambda i, grads=grads: rank.backend.put(i, grads[i], rank.slots[i]))
+        return [rank.buffers.flat[0], *rank.residuals]
+
+    launcher = HostLauncher()
+    found = results(launcher)
+    assert found[0].any() and found[1].any()
+    assert all(torch.equal(a, b) for a, b in zip(found, results(None), strict=True))
+    # A step of each bucket: gradients and sums are quantised, messages added up and restored.
+    name = {torch.int8: "qi8"}.get(wire, "qf8")
+    assert [kernel for kernel, _ in launcher.launches].count(f"quantise_{name}") == 12
+    assert [kernel for kernel, _ in launcher.launches].count(f"sum_{name}") == 12
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 def test_gradients_are_sent_in_fewer_bits(dtype: torch.dtype) -> None:
     """Complex ones are not, as with Horovod's compressors."""

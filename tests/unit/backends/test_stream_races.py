@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from commsched.backends.interface import Scaling
 from tests.support.races import MAIN, SIDE, Race, Races, WatchedDevice
 from tests.support.stream_backend import SHAPES, SIZE, OneRank
 
@@ -22,9 +23,11 @@ ALL = range(len(SHAPES))
 class Training:
     """One rank trains weights; the loss is the sum of all weights times a number."""
 
-    def __init__(self, races: Races, device: WatchedDevice, sharded: bool = False) -> None:
-        self.races, self.device, self.sharded = races, device, sharded
-        self.rank = OneRank(device, sharded=sharded)
+    def __init__(
+        self, races: Races, device: WatchedDevice, sharded: bool = False, wire: torch.dtype | None = None
+    ) -> None:
+        self.races, self.device, self.sharded, self.wire = races, device, sharded, wire
+        self.rank = OneRank(device, sharded=sharded, scaling=Scaling(wire_dtype=wire))
         self.weights = [torch.zeros(shape) for shape in SHAPES]
         self.steps = 0
 
@@ -104,6 +107,8 @@ class Training:
     def forward(self) -> None:
         for weight in self.weights:
             weight.sum()
+        for lost in self.rank.residuals:  # as saved and loaded between two steps
+            lost.copy_(lost.clone())
 
     def check(self) -> None:
         expected = SIZE * sum(range(1, self.steps + 1))
@@ -265,15 +270,18 @@ class Forgetful(WatchedDevice):
             super().uses(tensor, stream)
 
 
-def told(story: Callable[[Training], None], sharded: bool) -> tuple[list[str], Forgetful]:
+def told(
+    story: Callable[[Training], None], sharded: bool, wire: torch.dtype | None = None
+) -> tuple[list[str], Forgetful]:
     """Return the races of a story, and the device."""
     races = Races()
     device = Forgetful(races)
     with races:
-        training = Training(races, device, sharded)
+        training = Training(races, device, sharded, wire)
         story(training)
-        if not sharded:
+        if not sharded and wire is None:
             training.check()
+        assert (wire is None) == (not training.rank.residuals)
         training.backend.close()
         del training
         return races.found(), device
@@ -307,10 +315,13 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.parametrize("wire", [None, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("story", STORIES)
-def test_no_hand_over_is_a_race(story: Callable[[Training], None], sharded: bool) -> None:
-    found, _ = told(story, sharded)
+def test_no_hand_over_is_a_race(
+    story: Callable[[Training], None], sharded: bool, wire: torch.dtype | None
+) -> None:
+    found, _ = told(story, sharded, wire)
     assert not found, "\n".join(found)
 
 

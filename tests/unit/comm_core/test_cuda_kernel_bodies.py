@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from comm_core.cuda import BucketCopy, Region, one_after_another
+from comm_core.cuda import BlockCode, BucketCopy, Region, one_after_another
 from comm_core.cuda.tables import COPIES, SHORT, chunk_elements
 from tests.support.host_kernels import HostLauncher, library
+from tests.support.quantised import BLOCK, WIRES, check_codes
 
 TYPES = {short: dtype for dtype, short in SHORT.items()}
 PAIRS = sorted(tuple(name.split("_")) for name in COPIES)
@@ -112,3 +113,26 @@ def test_an_address_that_changes_is_followed() -> None:
     for value in (1.0, 2.0):
         copy.pack([torch.full((4,), value)])
         assert bucket.tolist() == [value] * 4
+
+
+@pytest.mark.parametrize("count", [1 << 18, pytest.param(10_000_128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("wire", WIRES.values())
+def test_codes_of_blocks_are_the_engines(wire: torch.dtype, dtype: torch.dtype, count: int) -> None:
+    here, launcher = torch.device("cpu"), HostLauncher()
+    check_codes([BlockCode(wire, here, each) for each in (launcher, None)], wire, dtype, count, here)
+    assert {blocks for _, blocks in launcher.launches} == {-(-count // BLOCK // 8)}
+
+
+def test_blocks_that_are_refused() -> None:
+    code = BlockCode(torch.int8, torch.device("cpu"), HostLauncher())
+    bytes_, values = torch.zeros(520, dtype=torch.uint8), torch.zeros(512)
+    for call in (
+        lambda: code.quantise(values[:511], None, bytes_),
+        lambda: code.quantise(values, values[:256], bytes_),
+        lambda: code.add_up(bytes_, 3, values),
+    ):
+        with pytest.raises(ValueError, match="expected blocks of 256 elements and . parts of 260 bytes"):
+            call()
+    with pytest.raises(ValueError, match="flat contiguous tensor of torch.float32, got torch.float64"):
+        code.quantise(values.double(), None, bytes_)

@@ -1,6 +1,7 @@
 """Which backend does the work: compiled kernels, CuPy's, or torch's operations."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from comm_core.cuda import launchers
 from comm_core.cuda.copies import BucketCopy
-from comm_core.cuda.tables import SOURCE, Region
+from comm_core.cuda.tables import CODES, SOURCE, Region
 from tests.support.fake_cuda import FakeCuda, Stream
 
 
@@ -209,7 +210,7 @@ library, source, folder = sys.argv[1:]
 nvrtc, program = ctypes.CDLL(library), ctypes.c_void_p()
 text = open(source, "rb").read()
 assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, b"kernels.cu", 0, None, None) == 0
-options = [b"--std=c++17", b"-I" + folder.encode(), b"-arch=sm_90"]
+options = [b"--std=c++17", b"-I" + folder.encode(), b"-arch=sm_90", b"-ftz=true"]  # which CuPy adds
 status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
 size = ctypes.c_size_t()
 nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
@@ -218,6 +219,10 @@ nvrtc.nvrtcGetProgramLog(program, log)
 assert status == 0, log.value.decode()
 nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
 assert size.value > 10_000
+nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
+ptx = ctypes.create_string_buffer(size.value)
+nvrtc.nvrtcGetPTX(program, ptx)
+print(ptx.value.decode())
 """
 
 
@@ -242,3 +247,10 @@ def test_the_compiler_that_cupy_uses_takes_the_sources() -> None:
     environment = os.environ | {"LD_LIBRARY_PATH": str(library.parent)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stderr
+    entries = dict(re.findall(r"\.entry (\w+)\((.*?)\n}", result.stdout, re.DOTALL))
+    assert ".ftz" in entries["pack_f32_f32"], "the option had no effect, so nothing was tested"
+    for code in CODES.values():
+        for kernel in (f"quantise_{code}", f"sum_{code}"):
+            # Each operation rounds by itself, and subnormal numbers stay what they are.
+            arithmetic = set(re.findall(r"\b(?:add|sub|mul|div|fma|mad)\.\S*f32", entries[kernel]))
+            assert arithmetic and arithmetic <= {f"{name}.rn.f32" for name in ("add", "sub", "mul", "div")}

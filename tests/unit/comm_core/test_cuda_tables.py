@@ -9,6 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comm_core.cuda.tables import (
+    BLOCK,
+    BLOCK_BYTES,
+    CODES,
     COPIES,
     SOURCE,
     THREADS,
@@ -86,5 +89,8 @@ def test_kernels_by_type() -> None:
 
 
 def test_python_and_the_sources_know_the_same_kernels() -> None:
-    assert set(re.findall(r"DO\((\w+),", (SOURCE.parent / "list.h").read_text())) == COPIES
-    assert f"kThreads = {THREADS};" in SOURCE.read_text()
+    kernels = (SOURCE.parent / "list.h").read_text()
+    assert set(re.findall(r"DO\((\w+),", kernels)) == COPIES
+    assert set(re.findall(r"CODE\((\w+),", kernels)) == set(CODES.values())
+    assert f"kThreads = {THREADS};" in SOURCE.read_text() and BLOCK_BYTES == BLOCK + 4
+    assert f"kBlock = {BLOCK};" in (SOURCE.parent / "block_codes.h").read_text()
