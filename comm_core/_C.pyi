@@ -208,6 +208,9 @@ class Transport:
         Later operations raise the reason.
         """
 
+    def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Return flat zeros, in memory that the ranks of one host share if the exchange has some."""
+
     def reduce_scatter(
         self, tensor: Tensor, postscale: float = 1.0, step: int = 0, ends: Sequence[int] = ()
     ) -> None:
@@ -244,7 +247,8 @@ class TwoTierTransport(Transport):
     """Memory inside each host, messages between hosts: sums in rank order, then in host order.
 
     `hosts` has each rank's host, numbered from 0 without gaps; `boards` the open files of this host's ranks
-    (see `comm_core.open_boards`), which may be closed afterwards.
+    (see `comm_core.open_boards`), which may be closed afterwards. `memory`, with one host: such files for
+    buckets, in which zeros() lie; all ranks have them, or none.
     """
 
     def __init__(
@@ -255,6 +259,7 @@ class TwoTierTransport(Transport):
         boards: Sequence[int],
         segment_bytes: int = 131072,
         depth: int = 4,
+        memory: Sequence[int] = (),
     ) -> None: ...
     @staticmethod
     def board_bytes(size: int, segment_bytes: int = 131072, depth: int = 4) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 import torch
@@ -31,7 +31,12 @@ class NotShared(EngineError):
 
 @contextmanager
 def open_boards(
-    channel: _C.Channel, rank: int, hosts: Sequence[int], size: int, timeout_seconds: float = 300.0
+    channel: _C.Channel,
+    rank: int,
+    hosts: Sequence[int],
+    size: int,
+    timeout_seconds: float = 300.0,
+    name: str = "commsched board",
 ) -> Iterator[list[int]]:
     """Open the boards of `size` bytes of this host's ranks: their files in rank order, closed at the end.
 
@@ -46,7 +51,7 @@ def open_boards(
     try:
         token, obstacle = secrets.token_bytes(_TOKEN), ""
         try:
-            files[rank] = _new_board(token, size)
+            files[rank] = _new_board(token, size, name)
         except OSError as error:
             obstacle = f"rank {rank} cannot make a file in memory (memfd_create): {error}"
         facts = gather(
@@ -55,7 +60,7 @@ def open_boards(
         for other in neighbours:
             if other != rank and not obstacle:
                 pid, number, *expected = facts[other].tolist()
-                obstacle = _open_neighbour(files, rank, other, pid, number, bytes(expected))
+                obstacle = _open_neighbour(files, rank, other, pid, number, bytes(expected), name)
         texts = gather(_as_tensor(obstacle), 1)
         read = (bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in texts)
         obstacles = list(filter(None, read))
@@ -85,14 +90,22 @@ def two_tier_transport(
     if segment_bytes is None:
         segment_bytes = max(_LEAST, min(_MOST, _BOARD // (2 * depth * len(hosts)))) // 1024 * 1024
     size = _C.TwoTierTransport.board_bytes(len(hosts), segment_bytes, depth)
-    with open_boards(channel, rank, hosts, size, timeout_seconds) as files:
-        transport = _C.TwoTierTransport(channel, rank, hosts, files, segment_bytes, depth)
+    with ExitStack() as opened:
+        boards = opened.enter_context(open_boards(channel, rank, hosts, size, timeout_seconds))
+        memory: list[int] = []
+        with suppress(NotShared):
+            if len(hosts) > 1 == len(set(hosts)):
+                pages = os.sysconf("SC_PHYS_PAGES") * 4 // max(4, len(hosts))  # taken only where written
+                room = pages * os.sysconf("SC_PAGE_SIZE")
+                shared = open_boards(channel, rank, hosts, room, timeout_seconds, "commsched gradients")
+                memory = opened.enter_context(shared)
+        transport = _C.TwoTierTransport(channel, rank, hosts, boards, segment_bytes, depth, memory)
     transport.set_timeout(timeout_seconds)
     return transport
 
 
-def _new_board(token: bytes, size: int) -> int:
-    file = os.memfd_create("commsched board", os.MFD_CLOEXEC)
+def _new_board(token: bytes, size: int, name: str) -> int:
+    file = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
         os.ftruncate(file, size)
         os.pwrite(file, token, 0)
@@ -102,7 +115,9 @@ def _new_board(token: bytes, size: int) -> int:
     return file
 
 
-def _open_neighbour(files: dict[int, int], rank: int, other: int, pid: int, number: int, token: bytes) -> str:
+def _open_neighbour(
+    files: dict[int, int], rank: int, other: int, pid: int, number: int, token: bytes, name: str
+) -> str:
     """Add the neighbour's board to `files`; return why that is not possible, "" if it is."""
     if number < 0:
         return ""  # the other rank itself says why it has none
@@ -110,7 +125,7 @@ def _open_neighbour(files: dict[int, int], rank: int, other: int, pid: int, numb
     who = f"rank {rank} (user {os.getuid()}) cannot open the board of rank {other}, {path}"
     advice = "do both run in one container, as the same user? Else use transport='direct' or 'ring'"
     try:
-        if "memfd:commsched board" not in os.readlink(path):
+        if f"memfd:{name}" not in os.readlink(path):
             return f"{who}: that is another file ({os.readlink(path)}); {advice}"
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:

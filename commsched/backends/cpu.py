@@ -201,6 +201,12 @@ class EngineBackend(EngineBuckets, Backend):
         self.uneven_parts = name != "horovod"
         self.by_rows = isinstance(transport, (comm_core.DirectTransport, comm_core.TwoTierTransport))
 
+    def zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return flat zeros, in memory that neighbours read in place where the transport has some."""
+        del device  # the CPU
+        with self.room(), engine_errors_as_comm_errors:
+            return self._transport.zeros(length, dtype)
+
     def exchange_seconds(self, size: int) -> float:
         return self._seconds(self._transport, size, shares=self.shares)
 
@@ -230,7 +236,7 @@ class EngineBackend(EngineBuckets, Backend):
         """
         unit = self.ranks.size * _UNIT
         lengths = -(-size // (4 * unit)) * unit // parts, self.ranks.size * self._filler_part()
-        data, filler = (torch.zeros(length, dtype=torch.float32, device="cpu") for length in lengths)
+        data, filler = (self.zeros(length, torch.float32, self.device) for length in lengths)
         seconds, ends = [], ends_of(lengths[0], shares, _UNIT)
         with engine_errors_as_comm_errors:
             for _ in range(3):

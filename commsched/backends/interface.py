@@ -131,6 +131,11 @@ class Backend(ABC):
         """
         return torch.inference_mode(False)
 
+    def zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return flat zeros for buckets."""
+        with self.room():
+            return torch.zeros(length, dtype=dtype, device=device)
+
     @abstractmethod
     def install(self, work: StepWork) -> None:
         """Replace the work of every step, between two steps."""

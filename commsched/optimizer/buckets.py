@@ -15,11 +15,9 @@ those that differ are summed anew (``corrections``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from math import lcm
-from typing import Any
 
 import torch
 
@@ -274,25 +272,24 @@ def _round_up(value: int, unit: int) -> int:
 
 
 class Buffers:
-    """The flat tensors of a layout, allocated in the backend's ``room``, and views of them."""
+    """The flat tensors of a layout, allocated by the backend's ``zeros``, and views of them."""
 
     def __init__(
         self,
         layout: Layout,
         kinds: dict[int, tuple[torch.dtype, torch.device]],
-        room: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        zeros: Callable[..., torch.Tensor] = torch.zeros,
     ) -> None:
-        self.layout, self._kinds, self._room = layout, kinds, room
-        with room():
-            self.flat = {
-                group: torch.zeros(layout.lengths[group], dtype=dtype, device=device)
-                for group, (dtype, device) in kinds.items()
-            }
+        self.layout, self._kinds, self._zeros = layout, kinds, zeros
+        self.flat = {
+            group: zeros(layout.lengths[group], dtype=dtype, device=device)
+            for group, (dtype, device) in kinds.items()
+        }
 
     def more(self, groups: Iterable[int] | None = None) -> Buffers:
         """Return another set of the same tensors, or of those of some groups."""
         kinds = self._kinds if groups is None else {group: self._kinds[group] for group in groups}
-        return Buffers(self.layout, kinds, self._room)
+        return Buffers(self.layout, kinds, self._zeros)
 
     def view(self, like: torch.Tensor, slot: Slot) -> torch.Tensor:
         """Return the slot in the shape of ``like``, with its strides if they leave no holes in memory."""

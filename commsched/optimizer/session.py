@@ -332,7 +332,7 @@ class Session:
         model = self.planner.model
         layout = model.layout(plan.buckets(model), self.backend.ranks.size, self._owners, self.backend.shares)
         kinds = {group: (model.kind(group), self.backend.device) for group in layout.lengths}
-        self.round.install(plan.program, Buffers(layout, kinds, self.backend.room))
+        self.round.install(plan.program, Buffers(layout, kinds, self.backend.zeros))
         self.times.restart()
 
     def _install_next(self, plan: Plan) -> None:

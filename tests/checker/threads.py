@@ -173,8 +173,8 @@ class LateBackend(Backend):
         else:
             mark(bucket)
 
-    def room(self) -> Any:
-        return self.inner.room()
+    def zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.inner.zeros(length, dtype, device)
 
     def install(self, work: StepWork) -> None:
         self._held.flush()

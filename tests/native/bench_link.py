@@ -43,7 +43,8 @@ def measure(transport: comm_core.Transport, arguments: argparse.Namespace) -> di
     size, repeats = transport.size, arguments.repeats
     check(transport, transport.rank, size)
     count = int(arguments.megabytes * 1e6 / 4) // size * size
-    big, small, tiny = torch.ones(count), torch.ones(1024 * size), torch.ones(size)
+    big = transport.zeros(count, torch.float32).fill_(1)  # as the buckets of an optimizer
+    small, tiny = torch.ones(1024 * size), torch.ones(size)
 
     def barrier() -> None:
         transport.all_reduce(tiny)

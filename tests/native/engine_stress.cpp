@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <span>
 #include <stop_token>
 #include <thread>
 
@@ -55,7 +56,18 @@ void send_halos(const std::stop_token& stop) {
 
 // The memory of a rank's buckets: gradients, and parameters for the buckets that are updated in shards.
 struct Buffers {
-  std::vector<std::vector<float>> gradients, parameters, residuals;
+  std::vector<std::span<float>> gradients;
+  std::vector<std::vector<float>> parameters, residuals, ordinary;
+  std::vector<std::shared_ptr<void>> shared;
+
+  // In the transport's memory, where it has some, for all buckets or every second one of this rank.
+  float* add_gradients(Transport& transport, size_t count) {
+    const bool tries = gradients.size() % 2 == 0 || transport.rank() != 1;
+    shared.push_back(tries ? transport.take(count * sizeof(float)) : nullptr);
+    float* memory = static_cast<float*>(shared.back().get());
+    if (memory == nullptr) memory = ordinary.emplace_back(count).data();
+    return gradients.emplace_back(memory, count).data();
+  }
 };
 
 struct Job {
@@ -117,7 +129,7 @@ Job random_job(Random& random, Kind kind) {
 void describe_buckets(Engine& engine, const Job& job, Buffers& buffers) {
   for (BucketSpec bucket : job.buckets) {
     bucket.name = "b" + std::to_string(buffers.gradients.size());
-    bucket.reduce_ptr = buffers.gradients.emplace_back(bucket.count).data();
+    bucket.reduce_ptr = buffers.add_gradients(engine->transport(), bucket.count);
     float* const parameters = buffers.parameters.emplace_back(bucket.count).data();
     bucket.gather_ptr = bucket.needs_update ? parameters : bucket.reduce_ptr;
     if (in_blocks(bucket.wire_dtype)) {
@@ -136,7 +148,7 @@ float gradient(const BucketSpec& bucket, int rank, int step, size_t i) {
   return row % 5 == 0 || (row % 5 < 4 && (row + rank) % 3 == 0) ? 0 : static_cast<float>((i % 7) + rank + 1);
 }
 
-void check(const Job& job, const BucketSpec& bucket, int step, const std::vector<float>& values) {
+void check(const Job& job, const BucketSpec& bucket, int step, std::span<const float> values) {
   for (size_t i = 0; i < values.size(); ++i) {
     float expected = 0;
     for (int rank = 0; rank < job.size; ++rank) expected += gradient(bucket, rank, step, i);
@@ -171,7 +183,7 @@ void train(Engine& engine, const Job& job, Buffers& buffers, int rank, int steps
     for (size_t b = 0; b < job.buckets.size(); ++b) {
       while (b % 2 == 0 && !engine->done(static_cast<int>(b), Stage::gathered)) std::this_thread::yield();
       engine->wait(static_cast<int>(b), Stage::gathered);
-      check(job, job.buckets[b], step, job.buckets[b].needs_update ? buffers.parameters[b] : buffers.gradients[b]);
+      check(job, job.buckets[b], step, job.buckets[b].needs_update ? std::span(buffers.parameters[b]) : buffers.gradients[b]);
     }
   }
   engine->wait_all();

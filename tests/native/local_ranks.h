@@ -62,10 +62,13 @@ class BoardFiles {
     for (int rank = 0; rank < size; ++rank) {
       files_.push_back(memfd_create("board", MFD_CLOEXEC));
       require(files_.back() >= 0 && ftruncate(files_.back(), static_cast<off_t>(shape.bytes())) == 0, "a file in memory");
+      memory_.push_back(memfd_create("gradients", MFD_CLOEXEC));
+      require(memory_.back() >= 0 && ftruncate(memory_.back(), 1 << 24) == 0, "shared memory");
     }
   }
   ~BoardFiles() {
     for (const int file : files_) close(file);
+    for (const int file : memory_) close(file);
   }
   BoardFiles(const BoardFiles&) = delete;
   BoardFiles& operator=(const BoardFiles&) = delete;
@@ -78,11 +81,13 @@ class BoardFiles {
       if (static_cast<int>(other) < rank) ++place;
       files.push_back(files_[other]);
     }
-    return std::make_unique<HostBoard>(files, place, shape);
+    auto made = std::make_unique<HostBoard>(files, place, shape);
+    if (files == files_) made->share(memory_);  // one host
+    return made;
   }
 
  private:
-  std::vector<int> files_;
+  std::vector<int> files_, memory_;
 };
 
 // Waits up to half a millisecond before every message, so that messages of different ranks come in any order.

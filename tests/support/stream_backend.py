@@ -89,7 +89,7 @@ class OneRank:
         quantised = self.scaling.wire_dtype in (torch.int8, torch.float8_e4m3fn)
         blocks = {0: BLOCK} if quantised else None
         layout = build_layout(numels, [size] * len(SHAPES), buckets, SIZE, alignment=blocks)
-        buffers = Buffers(layout, {0: (self.dtype, torch.device("cpu"))}, self.backend.room)
+        buffers = Buffers(layout, {0: (self.dtype, torch.device("cpu"))}, self.backend.zeros)
         with torch.inference_mode(False):
             flags = [torch.zeros(2 * 16, dtype=torch.int32)]
         order = [*self.order, ("AR", len(self.cuts))]

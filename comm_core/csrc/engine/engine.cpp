@@ -52,6 +52,7 @@ void EngineCore::install(const std::vector<PlanOp>& plan) {
     b.in_plan = true;
     b.is_reduced |= item.op == Op::RS || item.op == Op::AR;
     b.is_gathered |= item.op == Op::AG || item.op == Op::AR;
+    b.spec.gathered = b.is_gathered && !b.spec.needs_update;
     b.ready = b.reduced = b.updated = b.gathered = b.awaited = begun_;  // forget its state under an earlier plan
   }
 }

@@ -41,6 +41,7 @@ void EngineCore::check_idle(const char* what) const {
 
 // Keeps the first failure. Aborts the transport without holding the lock, because aborting may take the GIL.
 void EngineCore::fail(EngineError error) {
+  transport_->withdraw();
   {
     const Lock lock(mutex_);
     if (error_ || stopping_) return;
@@ -54,6 +55,7 @@ void EngineCore::fail(EngineError error) {
 
 void EngineCore::stop(const std::string& because) {
   std::string reason = "the engine was closed";
+  transport_->withdraw();
   {
     const Lock lock(mutex_);
     stopping_ = true;

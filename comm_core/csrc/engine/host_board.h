@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <mutex>
 #include <vector>
 
 #include "channel.h"
@@ -17,6 +19,36 @@
 namespace commsched {
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<int64_t>::is_always_lock_free, "processes share them");
+
+// Memory for the buckets of one rank, which its neighbours read in place. It is an anonymous file like a board, as long as the
+// buckets could ever be: only pages that are written take memory.
+class SharedMemory {
+ public:
+  // Throws if there is no such file, or if it cannot be mapped. Only its owner may take(): others read.
+  SharedMemory(int file, size_t place, bool is_owner);
+  ~SharedMemory();
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
+  // Zeros that live as long as the pointer, also after the transport has ended; null where there is no room. The neighbours'
+  // memory has no blocks here. In a forked child, a block is the child's own copy of it (see host_board.cpp).
+  static std::shared_ptr<void> take(const std::shared_ptr<SharedMemory>& memory, size_t bytes);
+
+  // Where memory begins in the file, counted from 1; 0: somewhere else.
+  uint64_t where(const void* address) const {
+    const auto offset = reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(base_);
+    return offset < bytes_ ? offset + 1 : 0;
+  }
+  const char* at(uint64_t where) const { return base_ + (where - 1); }
+
+ private:
+  void give_back(char* block) noexcept;
+
+  const Owned owned_;
+  char* base_ = nullptr;
+  size_t bytes_ = 0;
+  int file_ = -1;  // the owner's own descriptor
+};
 
 // One board is one anonymous file (memfd) that all ranks of the host map. The kernel frees it when the last of them ends, however
 // it ends: no name of it exists anywhere. comm_core/boards.py makes the files and opens those of the neighbours.
@@ -58,6 +90,7 @@ class HostBoard {
   struct Note {
     MessageTag tag;
     uint64_t form;
+    uint64_t where;  // of its bucket in the shared memory, if that matters
   };
   static_assert(sizeof(Note) % sizeof(uint64_t) == 0, "notes are written word by word");
 
@@ -100,6 +133,20 @@ class HostBoard {
     return Clock::now().time_since_epoch() - Clock::duration(pulse_of(place).load());
   }
 
+  // Maps the files of this host's shared memory, in the order of the boards; all ranks have them, or none. A rank that cannot map
+  // them has no bucket there. To be called before the first operation.
+  void share(const std::vector<int>& files) noexcept;
+  bool shares() const { return shares_; }
+  std::shared_ptr<void> take(size_t bytes) const { return memory_.empty() ? nullptr : SharedMemory::take(memory_[place_], bytes); }
+  uint64_t where(const void* address) const { return memory_.empty() ? 0 : memory_[place_]->where(address); }
+  const char* shared(int place, uint64_t where) const { return memory_[place]->at(where); }
+
+  // Says that this rank's buckets may change in the middle of an operation, because it has failed here. From any thread.
+  void leave() noexcept;
+  // Whether what was read of the neighbour's bucket before this call may be worthless. It writes what it reads, so no read of the
+  // bucket can come after it.
+  bool has_left(int place) const { return left_of(place).fetch_or(0) != 0; }
+
   // Unmaps the memory. No thread may use it then. Does nothing in a forked child, which never had it.
   void release() noexcept;
 
@@ -118,6 +165,8 @@ class HostBoard {
   // In the same line, because it is written with the counter.
   std::atomic<int>& processor_of(int place) const { return *reinterpret_cast<std::atomic<int>*>(boards_[place] + 72); }
 
+  std::atomic<int>& left_of(int place) const { return *reinterpret_cast<std::atomic<int>*>(boards_[place] + 80); }
+
   std::atomic<int64_t>& pulse_of(int place) const { return *reinterpret_cast<std::atomic<int64_t>*>(boards_[place] + 128); }
 
   // The segment that this rank awaits; 0: none.
@@ -134,6 +183,9 @@ class HostBoard {
   const int place_;
   const Owned owned_;
   std::vector<char*> boards_;  // by place on the host
+  bool shares_ = false;
+  std::vector<std::shared_ptr<SharedMemory>> memory_;
+  std::mutex leaving_;  // an abort may come while the boards are released
 };
 
 }  // namespace commsched

@@ -31,7 +31,19 @@ class RowTransport : public ExchangeTransport {
   };
 
   // Rounds of messages. The direct exchange has the first three; two tiers have all, of which "Between" is between hosts.
-  enum Round : size_t { kScatter, kGather, kUnite, kScatterBetween, kGatherBetween, kUniteBetween, kUniteOnHost, kPlace, kRounds };
+  enum Round : size_t {
+    kScatter,
+    kGather,
+    kUnite,
+    kScatterBetween,
+    kGatherBetween,
+    kUniteBetween,
+    kUniteOnHost,
+    kPlace,
+    kBegin,
+    kEnd,
+    kRounds
+  };
 
   RowTransport(std::shared_ptr<Channel> channel, int rank, int size, size_t segment_bytes, int depth);
 

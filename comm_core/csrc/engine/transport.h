@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -79,6 +80,12 @@ class Transport {
 
   // Bytes sent so far in operations on buckets of rows.
   virtual int64_t row_bytes() const { return 0; }
+
+  // Memory of zeros for a bucket that operations move faster than other memory; null: this transport has none.
+  virtual std::shared_ptr<void> take(size_t bytes) { return (void)bytes, nullptr; }
+
+  // From any thread, before it is told that operations have failed: buckets may be written to from then on.
+  virtual void withdraw() noexcept {}
 
   // From any thread: the operation in progress and all later ones throw EngineError.
   virtual void abort(const std::string& reason) noexcept = 0;

@@ -63,6 +63,7 @@ TwoTierTransport::TwoTierTransport(std::shared_ptr<Channel> channel, int rank, s
                                             " ranks, segments of " + std::to_string(segment_bytes) + " bytes and depth " +
                                             std::to_string(depth));
   }
+  where_.resize(board_->places());
   channel_->beat(board_->pulse());
 }
 
@@ -74,6 +75,11 @@ void TwoTierTransport::prepare(const BucketSpec& bucket) {
                                             std::to_string(segment_bytes_));
   }
   RowTransport::prepare(bucket);
+}
+
+void TwoTierTransport::abort(const std::string& reason) noexcept {
+  withdraw();
+  RowTransport::abort(reason);
 }
 
 // The channel first, as the base says; only then nothing arrives on the board any more.
@@ -139,6 +145,63 @@ void TwoTierTransport::await_announcements(const Work& work, int round, size_t k
                   : " for " + describe(got.tag) + ", but this rank expects it for " + describe(expected.tag)) +
             ", or its board is that of another optimizer; use the same plan on all ranks",
         other);
+  }
+}
+
+// Moves a bucket that lies in shared memory on all ranks, and returns whether it does: see "buckets in shared memory".
+bool TwoTierTransport::move_in_place(Work& work, void* data, Move move, bool settles) {
+  if (!board_->shares()) return false;
+  work.where = board_->where(data);
+  announce(work, kBegin, 0);
+  await_announcements(work, kBegin, 0);
+  bool everywhere = work.where > 0;
+  for (const int other : neighbours_) {
+    const uint64_t where = where_[place_[other]] = board_->note(place_[other], sequence_).where;
+    everywhere = everywhere && where > 0;
+  }
+  ++sequence_;
+  if (!everywhere) return false;
+  (this->*move)(work);
+  if (settles) settle(work);
+  finish_sends(1);
+  return true;
+}
+
+void TwoTierTransport::settle(const Work& work) {
+  for (const int other : neighbours_) {
+    if (!board_->has_left(place_[other])) continue;
+    request(receives_, other, 0) = channel_->irecv(nullptr, 0, other, message(work.tag, kEnd, 0));
+    wait_for(receives_, other, 0);  // its farewell says why
+    throw EngineError(ErrorKind::peer_lost, rank_name(other) + " has left in the middle of an operation", other);
+  }
+  announce(work, kEnd, 0);
+  await_announcements(work, kEnd, 0);
+  ++sequence_;
+}
+
+void TwoTierTransport::sum_in_place(const Work& work) {
+  const Cut own = part(work, rank_);
+  const std::vector<int>& ranks = members_[host_];
+  for (size_t k = 0; k < own.segments(); ++k) {
+    const size_t n = own.size(k);
+    char* slice = at(work.bucket.reduce_ptr, work.type, own.begin(k));
+    for (int place = 0; place < board_->places(); ++place) {
+      parts_[place] = ranks[place] == rank_ ? slice : neighbours(ranks[place], work.type, own.begin(k));
+    }
+    pass_gate(wire_bytes(work.wire, n));
+    sum_in_order(parts_.data(), board_->places(), work.type, slice, work.type, n, work.bucket.postscale);
+  }
+}
+
+void TwoTierTransport::gather_in_place(const Work& work) {
+  for (int d = 1; d < size_; ++d) {
+    const int from = (rank_ + d) % size_;
+    const Cut shard = part(work, from);
+    for (size_t k = 0; k < shard.segments(); ++k) {
+      char* to = at(work.bucket.gather_ptr, work.type, shard.begin(k));
+      pass_gate(wire_bytes(work.wire, shard.size(k)));
+      convert(neighbours(from, work.type, shard.begin(k)), work.type, to, work.type, shard.size(k), 1.0);
+    }
   }
 }
 
@@ -232,8 +295,9 @@ void TwoTierTransport::sum_of_hosts(const Work& work, size_t k) {
 void TwoTierTransport::reduce_scatter(const BucketSpec& b, const OpTag& tag) {
   if (size_ == 1 && !b.corrects()) return scale_alone(b);
   if (b.row > 0) return reduce_scatter_rows({b, tag, b.dtype, size_ == 1 ? b.dtype : b.wire_dtype});
-  const Work work = this->work(b, tag, b.dtype, b.wire_dtype, one_host() ? b.wire_dtype : b.dtype);
+  Work work = this->work(b, tag, b.dtype, b.wire_dtype, one_host() ? b.wire_dtype : b.dtype);
   if (work.board == work.type) convert(b.reduce_ptr, b.dtype, b.reduce_ptr, b.dtype, b.count, b.prescale);
+  if (work.wire == work.type && move_in_place(work, b.reduce_ptr, &TwoTierTransport::sum_in_place, !b.gathered)) return;
   const size_t all = segments(b, work.board);
   size_t laid_out = 0, summed = 0;
   for (size_t k = 0; k < all; ++k) {
@@ -333,7 +397,9 @@ void TwoTierTransport::take_shards(const Work& work, size_t k) {
 void TwoTierTransport::all_gather(const BucketSpec& b, const OpTag& tag) {
   if (size_ == 1 && !b.corrects()) return;
   if (b.row > 0) return all_gather_rows({b, tag, gather_type(b), size_ == 1 ? gather_type(b) : gather_wire(b)});
-  const Work work = this->work(b, tag, gather_type(b), gather_wire(b), gather_wire(b));
+  Work work = this->work(b, tag, gather_type(b), gather_wire(b), gather_wire(b));
+  const bool gradients = b.gathers_gradients() && work.wire == work.type;  // other memory is never shared
+  if (gradients && move_in_place(work, b.gather_ptr, &TwoTierTransport::gather_in_place, true)) return;
   const size_t all = segments(b, work.board);
   size_t sent = 0;
   for (size_t k = 0; k < all; ++k) {

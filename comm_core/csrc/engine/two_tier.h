@@ -33,6 +33,24 @@ namespace commsched {
 // s - depth, so whoever has got the neighbours' announcements up to s - depth knows that they have read up to s - 2 * depth: with
 // 2 * depth slots, it may write segment s.
 //
+// [Note: buckets in shared memory]
+//
+// With one host, buckets that travel in their own type need no board, if all ranks took their memory from take(). Each rank says
+// where its bucket lies, and where one lies elsewhere, all ranks use the boards for this operation:
+//
+//   reduce-scatter   all ranks meet;  each rank adds its shard's slices where they lie, in rank order, into its own;  all settle
+//   all-gather       all ranks meet;  each rank copies the others' shards from where they lie;                        all settle
+//
+// To meet and to settle is to announce a segment without bytes and to wait for those of all neighbours. A rank announces the
+// first when its bucket holds what the others are to read, and the second when it has read what it needs. So no rank's operation
+// ends, and none of its gradients is overwritten, before all have read them. A reduce-scatter need not settle if an all-gather
+// follows it and nobody writes to the gradients before that (BucketSpec::gathered): in RS only the shard's owner reads a slice,
+// in AG it is overwritten after its owner has announced that AG.
+//
+// A rank that fails does not wait, and its user may write to its buckets. So it says on its board that it has left before anybody
+// hears of the failure, and whoever has read its bucket looks there before it announces that it has. The memory of a killed
+// process stays as it was.
+//
 // [Note: time-outs in two tiers]
 //
 // A peer that does not come may be waiting for a third rank, and only those who wait for the rank at fault itself know its name.
@@ -98,6 +116,9 @@ class TwoTierTransport : public RowTransport {
   void place_residual(const BucketSpec& bucket, const OpTag& tag) override;
   void reduce_scatter(const BucketSpec& bucket, const OpTag& tag) override;
   void all_gather(const BucketSpec& bucket, const OpTag& tag) override;
+  std::shared_ptr<void> take(size_t bytes) override { return board_->take(bytes); }
+  void withdraw() noexcept override { board_->leave(); }
+  void abort(const std::string& reason) noexcept override;
   int64_t bytes_sent(const BucketSpec& bucket, Op op) const override;
 
  protected:
@@ -106,8 +127,9 @@ class TwoTierTransport : public RowTransport {
  private:
   // The operation in progress.
   struct Work : RowTransport::Work {
-    DType board;    // of what lies on the boards
-    uint64_t form;  // of its segments there
+    DType board;         // of what lies on the boards
+    uint64_t form;       // of its segments there
+    uint64_t where = 0;  // of the bucket in the shared memory
   };
 
   Work work(const BucketSpec& bucket, const OpTag& tag, DType type, DType wire, DType board) const;
@@ -115,12 +137,21 @@ class TwoTierTransport : public RowTransport {
   bool one_host() const { return members_.size() == 1; }
   int deputy(int shard, int host) const { return members_[host][place_[shard] % members_[host].size()]; }
   Cut part(const Work& work, int shard) const { return cut(work.bucket, shard, work.board); }
-  HostBoard::Note note(const Work& work, int round, size_t k) const { return {message(work.tag, round, k), work.form}; }
+  HostBoard::Note note(const Work& work, int round, size_t k) const { return {message(work.tag, round, k), work.form, work.where}; }
   bool may_be_waiting(int peer) const;
   void wait_for(std::vector<Request>& all, int peer, size_t k) override;
 
   void announce(const Work& work, int round, size_t k);
   void await_announcements(const Work& work, int round, size_t k);
+
+  using Move = void (TwoTierTransport::*)(const Work& work);
+  bool move_in_place(Work& work, void* data, Move move, bool settles);
+  void settle(const Work& work);
+  const char* neighbours(int rank, DType type, size_t element) const {
+    return board_->shared(place_[rank], where_[place_[rank]]) + element * dtype_size(type);
+  }
+  void sum_in_place(const Work& work);
+  void gather_in_place(const Work& work);
 
   void write_slice(const Work& work, int shard, size_t k, char* to) const;
   void lay_out_slices(const Work& work, int round, size_t k);
@@ -148,8 +179,9 @@ class TwoTierTransport : public RowTransport {
   std::vector<int> deputies_;              // by host: the deputy for this rank's shard; on this host it is this rank
   std::vector<int> neighbours_;            // the other ranks of this host
   const std::unique_ptr<HostBoard> board_;
-  uint64_t sequence_ = 0;  // segments of all finished operations
-  RowMessage handed_on_;   // to the neighbours: own sums and those from other hosts
+  uint64_t sequence_ = 0;        // segments of all finished operations
+  std::vector<uint64_t> where_;  // by place: the bucket of the operation in progress in the shared memory
+  RowMessage handed_on_;         // to the neighbours: own sums and those from other hosts
 };
 
 }  // namespace commsched

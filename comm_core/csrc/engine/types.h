@@ -94,6 +94,7 @@ struct BucketSpec {
   double prescale = 1.0;           // applied to every rank's gradients before they are added
   double postscale = 1.0;          // applied to the sum, by its owner
   bool needs_update = false;       // AG waits for mark_updated
+  bool gathered = false;           // an AG follows every RS, and nobody writes to this rank's gradients between them
   std::shared_ptr<void> owner;     // keeps the memory alive
 
   // Updated shards are gathered over the gradients that they were made from; parameters travel as they are.

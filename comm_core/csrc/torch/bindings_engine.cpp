@@ -1,4 +1,5 @@
 // Python's view of the engine, its channels and its transports.
+#include <ATen/ops/zeros.h>
 #include <pybind11/numpy.h>
 
 #include "bindings.h"
@@ -146,8 +147,9 @@ std::vector<PlanOp> as_plan(const std::vector<std::pair<std::string, int>>& item
 
 // One operation outside of any engine, for measuring and for values that no bucket holds.
 void run_alone(Transport& transport, Op op, const at::Tensor& tensor, double postscale, int64_t step, std::vector<size_t> ends) {
-  const BucketSpec spec = make_spec(tensor, std::nullopt, py::none(), 1.0, postscale, false, "alone", std::move(ends), 0);
+  BucketSpec spec = make_spec(tensor, std::nullopt, py::none(), 1.0, postscale, false, "alone", std::move(ends), 0);
   check_parts(spec, transport.size());
+  spec.gathered = op == Op::AR;
   const py::gil_scoped_release no_gil;
   const Transport::Use use(transport);
   const OpTag tag{step, 0, op, 0};
@@ -181,7 +183,8 @@ void bind_exchange(py::module_& m, const char* name) {
 
 // `boards` are open files, one for each rank of this rank's host, in rank order: see comm_core/boards.py. They stay the caller's.
 std::shared_ptr<TwoTierTransport> make_two_tiers(const py::object& channel, int rank, std::vector<int> hosts,
-                                                 const std::vector<int>& boards, size_t segment_bytes, int depth) {
+                                                 const std::vector<int>& boards, size_t segment_bytes, int depth,
+                                                 const std::vector<int>& memory) {
   const int size = static_cast<int>(hosts.size());
   if (rank < 0 || rank >= size) {
     throw EngineError(ErrorKind::usage, "rank must be in [0, " + std::to_string(size) + "), the number of hosts given, but is " +
@@ -189,8 +192,19 @@ std::shared_ptr<TwoTierTransport> make_two_tiers(const py::object& channel, int 
   }
   const int place = static_cast<int>(std::count(hosts.begin(), hosts.begin() + rank, hosts[rank]));
   const auto shape = TwoTierTransport::board_shape(size, segment_bytes, depth);
-  return std::make_shared<TwoTierTransport>(as_channel(channel), rank, std::move(hosts),
-                                            std::make_unique<HostBoard>(boards, place, shape), segment_bytes, depth);
+  auto board = std::make_unique<HostBoard>(boards, place, shape);
+  board->share(memory);
+  return std::make_shared<TwoTierTransport>(as_channel(channel), rank, std::move(hosts), std::move(board), segment_bytes, depth);
+}
+
+// A flat tensor in the transport's own memory, if it has any.
+at::Tensor zeros(Transport& transport, int64_t count, const py::object& dtype) {
+  const Transport::Use use(transport);
+  const auto type = dtype.cast<at::ScalarType>();
+  std::shared_ptr<void> memory = transport.take(count * c10::elementSize(type));
+  if (!memory) return at::zeros({count}, type);
+  void* const data = memory.get();
+  return at::from_blob(data, {count}, [memory = std::move(memory)](void*) mutable { memory.reset(); }, type);
 }
 
 void bind_transports(py::module_& m) {
@@ -198,6 +212,7 @@ void bind_transports(py::module_& m) {
   transport.def_property_readonly("rank", &Transport::rank)
       .def_property_readonly("size", &Transport::size)
       .def("set_timeout", &Transport::set_timeout, py::arg("seconds"), NoGil())
+      .def("zeros", &zeros, py::arg("count"), py::arg("dtype"))
       .def("abort", &Transport::abort, py::arg("reason"), NoGil())
       .def(
           "close", [](Transport& transport, const std::string& reason) { transport.close(reason, kPatience); },
@@ -214,7 +229,7 @@ void bind_transports(py::module_& m) {
   bind_exchange<RingTransport>(m, "RingTransport");
   py::class_<TwoTierTransport, Transport, std::shared_ptr<TwoTierTransport>>(m, "TwoTierTransport")
       .def(py::init(&make_two_tiers), py::arg("channel"), py::arg("rank"), py::arg("hosts"), py::arg("boards"),
-           py::arg("segment_bytes") = kTierSegmentBytes, py::arg("depth") = kDepth)
+           py::arg("segment_bytes") = kTierSegmentBytes, py::arg("depth") = kDepth, py::arg("memory") = std::vector<int>())
       .def_static(
           "board_bytes",
           [](int size, size_t segment_bytes, int depth) {

@@ -18,6 +18,7 @@ from tests.support.cases import Me, case, main
 from tests.support.oracle import assert_same_bits, fingerprint, seeded
 from tests.support.small_models import loss_of, mlp, sgd, wide
 from tests.support.tier_training import expected, of_replicas, rows_of, trained, transport
+from tests.support.two_tiers import is_shared
 
 
 @contextmanager
@@ -46,6 +47,27 @@ def shared_memory_is_one_link(me: Me) -> None:
     assert "over transport tiers (memory that the ranks of this host share)" in text, text
     assert "inside hosts" not in text and "between" not in text, text
     optimizer.close()
+
+
+@case(ranks=(2, 4))
+def gradients_lie_in_memory_that_neighbours_read(me: Me) -> None:
+    """Those that the user has kept read as before while the next ones are made."""
+    model = seeded(mlp)
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), schedule="dear")
+    kept, copies = [], []
+    for step in range(4):
+        loss_of(step)(model, me.rank).backward()
+        optimizer.synchronize()
+        grads = [param.grad for param in model.parameters()]
+        assert all(grad is not None and is_shared(grad) for grad in grads)
+        copies += [grad.clone() for grad in grads]
+        kept += grads
+        optimizer.step()
+        optimizer.zero_grad()
+    del grads
+    optimizer.close()
+    for grad, copy in zip(kept, copies, strict=True):
+        assert_same_bits([grad], [copy], "kept")
 
 
 @case(ranks=(2, 4))

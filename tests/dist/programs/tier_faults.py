@@ -47,7 +47,7 @@ def engine_of(length: int, gathers: bool = True) -> comm_core.Engine:
     name, transport = make_transport("tiers", hvd.global_process_set, next(numbers), settings().timeout)
     assert name == "tiers"
     engine = comm_core.Engine(transport, hvd.rank(), hvd.size(), settings().timeout)
-    sums = torch.ones(length)
+    sums = transport.zeros(length, torch.float32).fill_(1)
     engine.add_bucket(sums, gather=torch.ones(length), name="weights", needs_update=gathers)
     engine.install([("RS", 0), ("AG", 0)][: 1 + gathers])
     closable.append(engine.close)

@@ -63,7 +63,8 @@ def measure(transport: comm_core.Transport, megabytes: int, times: int, in_block
 
 def fail(transport: comm_core.Transport, operation: str) -> None:
     rank, size = hvd.rank(), hvd.size()
-    grads, params = torch.ones(size << 18), torch.ones(size << 18)
+    grads = transport.zeros(size << 18, torch.float32).fill_(1)
+    params = torch.ones(size << 18)
     engine = comm_core.Engine(transport, rank, size, settings().timeout)
     engine.add_bucket(grads, gather=params, name="weights", needs_update=True)
     engine.install([("RS", 0), ("AG", 0)])

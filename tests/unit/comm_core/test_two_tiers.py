@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +17,17 @@ from comm_core import (
     Engine,
     EngineError,
     NotShared,
+    Traffic,
     TwoTierTransport,
     boards,
     changed_rows,
+    link_gate,
     local_channels,
     open_boards,
     two_tier_transport,
 )
 from tests.support.engines import local_engines, on_ranks, run_step
-from tests.support.two_tiers import tier_engines, tier_gathered, tier_sum, tier_transports
+from tests.support.two_tiers import is_shared, tier_engines, tier_gathered, tier_sum, tier_transports
 
 LONG = 3600.0  # seconds that no test waits
 PLACES = {
@@ -100,6 +103,150 @@ def failure(call: Callable[[], object]) -> EngineError:
 def assert_all_equal(results: Sequence[torch.Tensor], expected: torch.Tensor) -> None:
     for result in results:
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+# -- buckets in memory that ranks share ----------------------------------------------------------------------
+
+WHERE = {"all": lambda rank: True, "some": lambda rank: rank != 1, "none": lambda rank: False}
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("place", ["1x2", "one host", "1x4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_shared_buckets_have_the_bits_of_rank_order(where: str, place: str, dtype: torch.dtype) -> None:
+    hosts = PLACES[place]
+    size, after = len(hosts), 1.0 if dtype == torch.int64 else 1 / 3
+    transports, ends = tier_transports(hosts), uneven_ends(size, 997)
+    engines = [Engine(each, rank, size) for rank, each in enumerate(transports)]
+    steps = [[values(rank, 997, dtype, seed=step) for rank in range(size)] for step in range(4)]
+
+    def one(rank: int) -> list[torch.Tensor]:
+        mine = transports[rank].zeros(997, dtype) if WHERE[where](rank) else torch.zeros(997, dtype=dtype)
+        assert is_shared(mine) == WHERE[where](rank)
+        engines[rank].add_bucket(mine, ends=ends, postscale=after)
+        sums = []
+        for plan in ([("RS", 0), ("AG", 0)], [("AR", 0)]):
+            engines[rank].wait_all()
+            engines[rank].install(plan)
+            for data in steps:
+                mine.copy_(data[rank])
+                run_step(engines[rank], [0])
+                sums.append(mine.clone())
+        return sums
+
+    results = on_ranks(size, one)
+    for engine in engines:
+        engine.close()
+    expected = [tier_sum(data, hosts, after=after) for data in [*steps, *steps]]
+    for sums in results:
+        assert_all_equal([torch.stack(sums)], torch.stack(expected))
+
+
+def test_a_shared_bucket_is_not_overwritten_before_neighbours_have_read_it() -> None:
+    """Rank 0 owns everything and sums for long, and in AG the others copy for long."""
+    transports, count = tier_transports([0, 0, 0], 1 << 16, timeout=30.0), 1 << 22
+    ends = [count] * 3
+
+    def one(rank: int) -> None:
+        mine = transports[rank].zeros(count, torch.float32)
+        for _ in range(3):
+            mine.fill_(rank + 1)
+            transports[rank].reduce_scatter(mine, ends=ends)
+            assert rank > 0 or bool((mine == 6).all())
+            mine.fill_(6 if rank == 0 else torch.nan)
+            transports[rank].all_gather(mine, ends=ends)
+            assert bool((mine == 6).all())
+            mine.fill_(torch.nan)
+
+    on_ranks(3, one)
+
+
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather"])
+def test_what_a_rank_that_gave_up_writes_is_no_result(operation: str) -> None:
+    """The reader waits at the gate, between two segments, while the other rank is through and gives up."""
+    transports, count = tier_transports([0, 0], 1 << 16), 1 << 16
+    reader = 0 if operation == "reduce_scatter" else 1
+    buckets = [each.zeros(count, torch.float32).fill_(1) for each in transports]
+    gate = link_gate()
+    halo = gate.begin(Traffic.halo, 1, LONG)
+    failures: list[EngineError] = []
+
+    def one(rank: int) -> None:
+        try:
+            getattr(transports[rank], operation)(buckets[rank], ends=[count, count])
+        except EngineError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+    try:
+        for thread in threads:
+            thread.start()
+        threads[1 - reader].join(0.5)
+        transports[1 - reader].abort("out of memory")
+        threads[1 - reader].join()
+        buckets[1 - reader].fill_(torch.nan)
+    finally:
+        gate.end(halo)
+    threads[reader].join()
+    assert len(failures) == 2, failures
+    assert f"rank {1 - reader}" in str(failures[1]) and "out of memory" in str(failures[1]), failures
+
+
+def test_shared_memory_is_given_back_as_zeros_and_outlives_its_transport() -> None:
+    transport = tier_transports([0, 0])[0]
+    first, second = (transport.zeros(5000, torch.float32).fill_(7) for _ in range(2))
+    place = first.data_ptr()
+    del first
+    again = transport.zeros(4000, torch.float32)
+    assert again.data_ptr() == place and not again.any() and bool((second == 7).all())
+    transport.close()
+    assert bool((second == 7).all()) and is_shared(second)
+    with pytest.raises(EngineError, match="closed"):
+        transport.zeros(1, torch.float32)
+
+
+def test_a_forked_child_has_gradients_of_its_own() -> None:
+    mine = tier_transports([0, 0])[0].zeros(5000, torch.float32).fill_(7)
+    child = os.fork()
+    if child == 0:
+        was = bool((mine == 7).all())
+        mine.fill_(8)
+        os._exit(int(not was or not bool((mine == 8).all())))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bool((mine == 7).all())
+
+
+def test_ranks_that_cannot_share_gradients_use_boards(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = boards._open_neighbour
+
+    def refuse(files: dict[int, int], rank: int, other: int, *rest: Any) -> str:
+        if rank == 1 and rest[-1] == "commsched gradients":
+            return "no more room for mappings"
+        return honest(files, rank, other, *rest)
+
+    monkeypatch.setattr(boards, "_open_neighbour", refuse)
+    transports = tier_transports([0, 0, 0])
+    buckets = [each.zeros(999, torch.float32).fill_(rank) for rank, each in enumerate(transports)]
+    assert not any(map(is_shared, buckets))
+    on_ranks(3, lambda rank: transports[rank].all_reduce(buckets[rank]))
+    assert_all_equal(buckets, torch.full((999,), 3.0))
+
+
+def test_a_rank_that_cannot_map_the_gradients_of_others_uses_boards_with_them() -> None:
+    channels, hosts = local_channels(2), [0, 0]
+    size = TwoTierTransport.board_bytes(2, 64, 2)
+
+    def one(rank: int) -> torch.Tensor:
+        with open_boards(channels[rank], rank, hosts, size) as files:
+            with open_boards(channels[rank], rank, hosts, 1 << 20, name="commsched gradients") as memory:
+                memory = [os.open(os.devnull, os.O_RDONLY)] * 2 if rank == 1 else memory
+                transport = TwoTierTransport(channels[rank], rank, hosts, files, 64, 2, memory)
+        mine = transport.zeros(1000, torch.float32).fill_(rank + 1)
+        assert is_shared(mine) == (rank == 0)
+        transport.all_reduce(mine)
+        return mine
+
+    assert_all_equal(on_ranks(2, one), torch.full((1000,), 3.0))
 
 
 # -- sums ----------------------------------------------------------------------------------------------------
