@@ -24,7 +24,7 @@ from scheduler.policies import plan
 from tests.support.cases import Me, case, main
 from tests.support.device_waits import NoQuestions
 from tests.support.oracle import assert_close, batch, release, seeded
-from tests.support.quantised_training import COMPRESSIONS, Wide, case_of_each_code
+from tests.support.quantised_training import COMPRESSIONS, case_of_each_code
 from tests.support.races import Races, WatchedDevice
 from tests.support.reference_run import MakeOptimizer, Twin, momentum, some_profile
 from tests.support.small_models import loss_of

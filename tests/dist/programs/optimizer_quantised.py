@@ -10,11 +10,10 @@ from torch import nn
 
 import commsched as hvd
 from commsched.optimizer.gradient import RESIDUAL
-from commsched.optimizer.planner import BLOCK, travels_quantised
-from commsched.optimizer.sharded_step import memory_order
-from tests.support.cases import Me, main
-from tests.support.oracle import assert_close, batch, fingerprint, release, seeded
+from commsched.optimizer.planner import BLOCK
 from tests.support import quantised_training
+from tests.support.cases import Me, main
+from tests.support.oracle import batch, fingerprint, release, seeded
 from tests.support.quantised_training import (
     COMPRESSIONS,
     GATHERS,
