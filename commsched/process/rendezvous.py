@@ -60,8 +60,8 @@ until it ends, and a later process of that place waits for the name in its first
 
     the earlier process                      the later process
     ---------------------------------------  ---------------------------------------------------------------
-    asks, meets, trains                      waits. The driver sees it alive, and takes the other's questions
-                                             for its own
+    asks, meets, trains                      waits, while horovodrun answers. The driver sees it alive, and
+                                             takes the other's questions for its own
     fails, is killed, or learns that it      has the name, and begins as any new process
     is no longer part of the job
     ends after its training: `elastic.run`   ends with status 0, for the driver the place's
@@ -251,23 +251,28 @@ def _hold_name(launch: Launch, server: KeyValueServer) -> socket.socket:
     who = f"process {launch.local_rank} of host {launch.node}"
     place = f"{server.root} {who} {settings().job_token}"
     name = "\0commsched-" + hashlib.sha256(place.encode()).hexdigest()
-    held, waits = close_in_children(socket.socket(socket.AF_UNIX)), False
+    held = close_in_children(socket.socket(socket.AF_UNIX))
+    asked: float | None = None
     while True:
+        has_name = True
         try:
             held.bind(name)
-            break
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-        if not waits:
+            has_name = False
+        if asked is None and not has_name:
             told = "%s waits: an earlier one, which horovodrun takes for ended, goes on in its place"
             _log.warning(told, who)
-        waits = True
+        # Also now and then while it waits: where horovodrun has ended, this raises.
+        if asked is None or has_name or time.monotonic() > asked + _ANSWER_SECONDS:
+            if server.request("GET", "commsched", _end_key(launch)) is not None:
+                _log.warning("%s ends: an earlier one in its place has ended the training", who)
+                sys.exit(0)
+            asked = time.monotonic()
+        if has_name:
+            return held
         time.sleep(_POLL_SECONDS)
-    if server.request("GET", "commsched", _end_key(launch)) is not None:
-        _log.warning("%s ends: an earlier one in its place has ended the training", who)
-        sys.exit(0)
-    return held
 
 
 def tell_end(launch: Launch) -> None:

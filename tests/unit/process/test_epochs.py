@@ -222,6 +222,19 @@ def test_a_process_waits_for_an_earlier_one_in_its_place(driver, end):
     assert not [path for path in asked if "rank_and_size" in path]
 
 
+def test_a_process_waits_for_no_place_where_horovodrun_has_ended(driver):
+    answers, _ = driver
+
+    def end() -> bytes:
+        raise ConnectionAbortedError
+
+    server = rendezvous.launcher_server(1.0)
+    with rendezvous._hold_name(launch(), server):
+        answers["/commsched/end-b:1"] = end
+        with pytest.raises(CommError, match="did not answer GET commsched/end-b:1"):
+            rendezvous._hold_name(launch(), server)
+
+
 def test_a_process_that_is_no_longer_part_of_the_job_gives_its_place_up(driver):
     answers, _ = driver
     answers["/rank_and_size/b:1"] = b"-1,-1,-1,-1,-1,-1"
