@@ -158,10 +158,12 @@ def training_goes_on_while_a_plan_is_searched(me: Me) -> None:
         return answer(child)
 
     for gather in GATHERS:
-        with searching(0.5), patch.object(planner.Child, "answer", noted):
+        with searching(1.5), patch.object(planner.Child, "answer", noted):
             twin = adapting(me, gather=gather)
             twin.model.pause = 0.002 * me.rank
             session, meanwhile, tried, settled = twin.optimizer._session, [], [], []
+            # Other work on this machine is no reason to measure again.
+            session._repeats, session.times.has_drifted = 0, lambda: False
 
             def take_step(twin: Twin = twin, settled: list[bool] = settled) -> None:
                 train(twin, range(len(settled), len(settled) + 1))
