@@ -60,7 +60,7 @@ class SharedMemory {
 // it sleeps, and when it last waited.
 class HostBoard {
  public:
-  static constexpr size_t kHead = 4096;  // bytes
+  static constexpr size_t kHead = 8192;  // bytes: room for the notes of the largest depth
   static constexpr size_t kNotes = 256;  // where in the head the notes on the segments in the slots of a shard begin
 
   struct Shape {

@@ -675,7 +675,7 @@ def test_rows_of_parameters_are_refused() -> None:
 def test_hosts_and_boards_must_fit() -> None:
     channel = local_channels(1)[0]
     size = TwoTierTransport.board_bytes(2, 64, 2)
-    assert size == 4096 + 2 * 2 * 2 * 64
+    assert size == 8192 + 2 * 2 * 2 * 64
     with open_boards(channel, 0, [0], size) as files:
         for hosts, rank, error in (
             ([0], 1, "rank must be in [0, 1)"),
@@ -688,8 +688,11 @@ def test_hosts_and_boards_must_fit() -> None:
                 failure(lambda h=hosts, r=rank: TwoTierTransport(channel, r, h, files, 64, 2))
             )
         error = failure(lambda: TwoTierTransport(channel, 0, [0], files, 1 << 20, 4))
-        assert f"it has {size} bytes, but {4096 + (8 << 20)} are needed" in str(error)
-        for depth, error in ((65, "depth must be in [1, 64], but is 65"), (81, "notes on 160 slots of each")):
+        assert f"it has {size} bytes, but {8192 + (8 << 20)} are needed" in str(error)
+        for depth, error in (
+            (65, "depth must be in [1, 64], but is 65"),
+            (125, "notes on 248 slots of each"),
+        ):
             size = TwoTierTransport.board_bytes(1, 64, depth)
             with open_boards(channel, 0, [0], size) as large:
                 assert error in str(
@@ -762,7 +765,7 @@ def test_a_board_of_many_ranks_has_shorter_segments(
     monkeypatch.setattr(boards, "open_boards", refuse)
     with pytest.raises(NotShared):
         two_tier_transport(local_channels(1)[0], 0, [0] * size)
-    assert 0.99 * board < sizes[0] <= board + 4096
+    assert 0.99 * board < sizes[0] <= board + 8192
 
 
 def refused_by(monkeypatch: pytest.MonkeyPatch, name: str, replacement: object, hosts: Sequence[int]) -> str:

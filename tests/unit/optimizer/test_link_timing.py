@@ -34,6 +34,9 @@ class Recorder:
     def close(self, _: str) -> None:
         self.closed = True
 
+    def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(count, dtype=dtype)
+
     def reduce_scatter(self, tensor: torch.Tensor, ends: tuple[int, ...] = ()) -> None:
         self.sizes.append(tensor.nbytes)
         self.ends.append(ends)
