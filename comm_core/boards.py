@@ -94,7 +94,7 @@ def two_tier_transport(
         boards = opened.enter_context(open_boards(channel, rank, hosts, size, timeout_seconds))
         memory: list[int] = []
         with suppress(NotShared):
-            if len(hosts) > 1 == len(set(hosts)):
+            if len(set(hosts)) == 1 < len(hosts):
                 pages = os.sysconf("SC_PHYS_PAGES") * 4 // max(4, len(hosts))  # taken only where written
                 room = pages * os.sysconf("SC_PAGE_SIZE")
                 shared = open_boards(channel, rank, hosts, room, timeout_seconds, "commsched gradients")

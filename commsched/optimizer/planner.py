@@ -32,6 +32,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import scheduler
+from comm_core.cuda.tables import BLOCK, BLOCK_BYTES
 from commsched.backends import wanted_transport
 from commsched.backends.cpu import flat
 from commsched.backends.interface import Backend, Scaling
@@ -112,10 +113,7 @@ class Options:
 
 OUTSIDE = "(between iterations)"
 
-BLOCK = 256
-"""Elements of a quantised gradient with one scale: comm_core's ``kQuantBlock``."""
-
-SHARE = (BLOCK + 4) / (4 * BLOCK)
+SHARE = BLOCK_BYTES / (4 * BLOCK)
 """Bytes of a quantised gradient, as a share of float32's."""
 
 _FEWEST = 2048  # smaller tensors, and those of one dimension (norms, biases), are few bytes

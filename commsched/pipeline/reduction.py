@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from comm_core.cuda.tables import BLOCK
 from commsched.backends.cpu import EngineBuckets
 from commsched.backends.interface import Scaling, StepWork
 from commsched.optimizer.buckets import Buffers, build_layout
 from commsched.optimizer.gradient import OptimizerState, Residuals
-from commsched.optimizer.planner import BLOCK
 from commsched.optimizer.round import inside_a_backward
 from commsched.optimizer.sharded_step import ShardView
 from commsched.pipeline.messages import Lane, everyones, receive_tree, send_tree, to_host

@@ -271,6 +271,7 @@ class Stepped(Update):
             # Their state is spread over leaves and ranks: the user's optimizer shows and takes whole ones.
             optimizer.__dict__.update(state_dict=self.state_dict, load_state_dict=self.load_state_dict)
         self._handles: list[Any] = []
+        self._callers: list[Any] = []  # of all modules: what calls each of them, if it is compiled
         self._marked: dict[int, nn.Parameter] = {}  # by place: those that are still on their way
         if wait_within:
             self._wait_within()
@@ -449,8 +450,11 @@ class Stepped(Update):
         """Makes the forward wait for each bucket at the first module that needs it. What a module reads of
         another one (``F.linear(x, self.a.weight)``, shared weights) has no hook there: see ``prepare``.
 
-        A module that ``Module.compile`` has compiled waits outside of its code, hooks would be compiled, too.
+        A module that ``Module.compile`` has compiled waits outside of its code: hooks would be compiled, too.
         """
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         compiled = [module for module in self.stage.module.modules() if module._compiled_call_impl]
         inside = {part for module in compiled for part in module.modules() if part is not module}
         for module in dict.fromkeys([*reads(self.stage.module), *compiled]):
@@ -463,6 +467,10 @@ class Stepped(Update):
             else:  # before hooks of the model that read the weights (pruning, spectral norm)
                 hook = module.register_forward_pre_hook(lambda *_, take_in=take_in: take_in(), prepend=True)
                 self._handles.append(hook)
+        self._callers = self._compiled_callers()
+
+    def _compiled_callers(self) -> list[Any]:
+        return [module._compiled_call_impl for module in self.stage.module.modules()]
 
     def _held(self, module: nn.Module) -> frozenset[int]:
         """The parameters under a module."""
@@ -478,6 +486,8 @@ class Stepped(Update):
         """
         newest = self.stage.versions.newest
         if newest.pending and self._handles and all(map(can_pend, newest.leaves)):
+            if self._callers != self._compiled_callers():  # some were compiled since
+                self._wait_within()
             for place in self._places_of(newest.pending) - self._marked.keys():
                 read = partial(self._take_in, frozenset([place]))
                 mark_pending(newest.leaves[place], Access(read, lambda _: False, lambda _: False))

@@ -232,7 +232,9 @@ STYLES = [
 
 SYNCHRONOUS = ["gpipe", "1f1b", "1f1b", "interleaved", "zero_bubble"]
 DELAYED = ["2bw", "pipedream", "wpipe"]
-BETWEEN = ["attribute", "evaluate", "state", "load", "checkpoint", "drain", "change", "too short", "draw"]
+BETWEEN = [
+    "attribute", "evaluate", "state", "load", "checkpoint", "drain", "change", "too short", "draw", "compile",
+]  # fmt: skip
 TYPES = {
     "float64": torch.float64,
     "autocast": torch.float32,
@@ -268,6 +270,12 @@ class Case:
     def draws(self) -> bool:
         """Whether a forward draws random numbers."""
         return self.style == "layer drop" or any(kind in DRAWS for kind in self.kinds)
+
+    @property
+    def compiles(self) -> bool:
+        return any(kind in COMPILED for kind in self.kinds) or any(
+            what == "compile" for _, what in self.steps
+        )
 
     @property
     def low(self) -> torch.dtype | None:
@@ -644,7 +652,7 @@ class Outcome:
 def train(case: Case) -> list[Outcome]:
     """What each rank has at the end."""
     timeout = 60.0 if case.stops is None else STOPPED_TIMEOUT
-    if any(kind in COMPILED for kind in case.kinds):
+    if case.compiles:
         torch._dynamo.reset()  # it compiles a function a few times only
     models = [model_of(case, rank) for rank in range(case.size)]  # threads share torch's generator
     return on_threads(
@@ -702,6 +710,10 @@ def train_rank(case: Case, model: nn.Module, rank: int, new_fabric: Callable[[],
                 pipeline.load_state_dict(pipeline.state_dict())
             elif action == "change":
                 change(pipeline.parameters())
+            elif action == "compile":
+                for part in model.modules():
+                    if isinstance(part, Block) and part.kind == "plain":
+                        part.compile(backend="eager")
             elif action == "drain":
                 outcome.losses += pipeline.drain()
             elif action == "draw" and case.draws:
@@ -820,7 +832,7 @@ def without_draws(case: Case) -> Case:
 def failure(case: Case) -> str:
     if case.size > 1:  # ranks are threads
         case = without_draws(case)
-        if case.optimizer == "adam" and any(kind in COMPILED for kind in case.kinds):
+        if case.optimizer == "adam" and case.compiles:
             # torch.compiler.is_compiling() is true while any thread compiles; Adam then rounds otherwise.
             case = replace(case, optimizer="momentum")
     try:

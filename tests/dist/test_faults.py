@@ -83,8 +83,7 @@ def test_a_process_that_was_cut_off_keeps_its_place_and_its_state(tmp_path: Path
         if not lost_at_once:
             step = job.wait(lambda: job.step(moment, size=3), "step of all ranks")
             assert pids(job, step.epoch) == {first.pid, back.pid, last.pid}
-            time.sleep(20)  # for the other process to start, and to ask for a rank
-            job.read()
+            job.wait(lambda: waits_for_place(job), "process that waits for the place")
         moment, newest = time.monotonic(), job.steps[-1].number if step.size == 3 else 0
         for member in (first, last):
             os.kill(member.pid, signal.SIGKILL)
@@ -92,7 +91,7 @@ def test_a_process_that_was_cut_off_keeps_its_place_and_its_state(tmp_path: Path
         assert back.pid in pids(job, step.epoch) and step.number > newest
         step = job.wait(lambda: job.step(moment, size=3), "step of all ranks")
         if lost_at_once:
-            time.sleep(20)
+            job.wait(lambda: waits_for_place(job), "process that waits for the place")
             kept, one, other = sorted(job.members(step.epoch).values(), key=lambda each: each.pid != back.pid)
             moment = time.monotonic()
             os.kill(one.pid, signal.SIGKILL)
@@ -107,6 +106,11 @@ def test_a_process_that_was_cut_off_keeps_its_place_and_its_state(tmp_path: Path
 
 def pids(job: Job, epoch: str) -> set[int]:
     return {note["pid"] for note in job.begins[epoch].values()}
+
+
+def waits_for_place(job: Job) -> bool:
+    """Whether a process has told that it waits for the earlier one in its place."""
+    return "waits: an earlier one" in (job.folder / "output").read_text(errors="replace")
 
 
 def has_processes(job: Job, count: int) -> bool:

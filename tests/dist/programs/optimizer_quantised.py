@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import commsched as hvd
+from comm_core.cuda.tables import BLOCK
 from commsched.optimizer.gradient import RESIDUAL
-from commsched.optimizer.planner import BLOCK
 from tests.support import quantised_training
 from tests.support.cases import Me, main
 from tests.support.oracle import batch, fingerprint, release, seeded

@@ -17,11 +17,11 @@ import torch
 
 import comm_core
 import commsched as hvd
+from comm_core.cuda.tables import BLOCK
 from commsched.backends.cpu import make_transport
 from commsched.collectives.private_groups import hosts_of
 from commsched.env import settings
 from commsched.optimizer.buckets import build_layout, shares_by_host
-from commsched.optimizer.planner import BLOCK
 from scheduler.ir.buckets import Bucket, Piece
 
 

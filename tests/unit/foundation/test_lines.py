@@ -39,10 +39,10 @@ PACKAGES = ("commsched", "scheduler", "comm_core", "dnn_bench")
 # speeds given twice (6), and what else was there beyond the budget (16). By 108 for faults that were not seen
 # (85), what ordinary models do in stages (54), searches that fail or are late (47), plans that are found (37)
 # and shared memory on one host (27); less what twelve files said twice (140).
-# By 517 for blocks on GPUs (193), buffers, modes and weights of forwards that run again (97), arguments that
+# By 525 for blocks on GPUs (193), buffers, modes and weights of forwards that run again (97), arguments that
 # pipelines and benchmarks ignored (69), a place's one process (97), buckets in shared memory (28), a compiled
-# block's wait (14), and what a review found (19).
-BUDGET = 56_669
+# block's wait (22), and what a review found (19).
+BUDGET = 56_677
 
 
 def test_the_product_keeps_to_its_budget() -> None:

@@ -73,6 +73,11 @@ FOUND = [
         {"kinds": (kind,) * 4, "style": "sequential", "options": REPLICAS | {"bucket_bytes": 128}}
         for kind in COMPILED
     ),
+    {
+        "style": "sequential",
+        "options": REPLICAS | {"bucket_bytes": 128},
+        "steps": ((8, ""), (8, "compile"), (8, ""), (8, "")),
+    },
 ]  # fmt: skip
 
 
