@@ -88,7 +88,8 @@ def test_a_process_that_was_cut_off_keeps_its_place_and_its_state(tmp_path: Path
         for member in (first, last):
             os.kill(member.pid, signal.SIGKILL)
         step = job.wait(lambda: job.step(moment), "step of the one that came back")
-        assert back.pid in pids(job, step.epoch) and step.number > newest
+        # All have made the newest step, but it is committed only where all live on: else it is made again.
+        assert back.pid in pids(job, step.epoch) and step.number >= newest
         step = job.wait(lambda: job.step(moment, size=3), "step of all ranks")
         if lost_at_once:
             job.wait(lambda: waits_for_place(job), "process that waits for the place")
