@@ -122,8 +122,8 @@ class Carrier(ABC):
         """Return whether several threads may call MPI; ``ValueError`` unless MPI carries the collectives."""
 
     @abstractmethod
-    def shutdown(self) -> None:
-        """Tell the other ranks, finish running operations, close all connections."""
+    def shutdown(self, error: str) -> None:
+        """Tell the other ranks (and the error that is the cause, if any), finish, close all connections."""
 
     @abstractmethod
     def add_process_set(self, ranks: Sequence[int]) -> int | None:

@@ -106,7 +106,7 @@ class HorovodCarrier(Carrier):
     def mpi_threads_supported(self) -> bool:
         return bool(self._horovod.mpi_threads_supported())
 
-    def shutdown(self) -> None:
+    def shutdown(self, error: str) -> None:
         self._horovod.shutdown()
 
     def add_process_set(self, ranks: Sequence[int]) -> int | None:

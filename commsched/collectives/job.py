@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("commsched")
 _initialised_by = 0
+_LONGEST_ERROR = 1000  # characters
 
 
 def _carrier_class(launch: Launch) -> type[Carrier]:
@@ -143,6 +144,11 @@ def _register(process_sets: Sequence[ProcessSet] | str | None) -> None:
 
 def shutdown() -> None:
     """Leave the job; ``init()`` may follow. Other ranks' operations with this rank raise ``CommError``."""
+    leave(None)
+
+
+def leave(error: BaseException | None) -> None:
+    """Leave the job after an error, of which the other ranks hear: they may not have found its cause yet."""
     leaving = carrier_or_none()
     if leaving is None:
         return
@@ -153,14 +159,16 @@ def shutdown() -> None:
     for process_set in _added:  # the next carrier gives the same ids to other sets
         process_set.process_set_id = None
     _added.clear()
-    leaving.shutdown()
+    leaving.shutdown(f"{type(error).__name__}: {error}"[:_LONGEST_ERROR] if error else "")
 
 
 @atexit.register
 def _leave_at_exit() -> None:
     """Leave the job, but not in a forked child: its parent stays."""
     if os.getpid() == _initialised_by:
-        shutdown()
+        leave(
+            None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        )  # of an interactive one: maybe old
 
 
 # -- this process and its job --------------------------------------------------------------------------------

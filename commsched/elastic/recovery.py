@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
-from commsched.collectives.job import init, rank, shutdown, size
+from commsched.collectives.job import init, leave, rank, size
 from commsched.collectives.operations import allgather_object
 from commsched.elastic.guardian import killed_when_stopped
 from commsched.elastic.state import State
@@ -79,6 +79,7 @@ def run(func: Any = None, *, virtual_ranks: int | None = None, seed: int = 0) ->
         elastic = place.elastic
         failures = _Failures(state)
         is_reset, can_skip = False, False
+        error: Exception | None
         virtual = VirtualRanks(state, virtual_ranks, seed) if virtual_ranks else None
         with (
             closing(virtual) if virtual else nullcontext(),
@@ -96,13 +97,15 @@ def run(func: Any = None, *, virtual_ranks: int | None = None, seed: int = 0) ->
                         tell_end(place)
                     return result
                 except HostsUpdatedInterrupt as interrupt:
+                    error = None
                     can_skip = _ended_in_order(state, failures, elastic) and interrupt.skip_sync
                 except (CheckpointError, _RepeatedFailure):
                     raise
-                except _Failure as error:
+                except _Failure as failure:
+                    error = failure
                     _roll_back(state, failures, error, elastic)
                     can_skip = False
-                _next_epoch(state)
+                _next_epoch(state, error)
                 is_reset = True
 
     return wrapper
@@ -200,9 +203,9 @@ def _roll_back(state: Any, failures: _Failures, error: Exception, elastic: bool)
     _log.warning("the job goes on from the last commit with the ranks that are left: %s", error)
 
 
-def _next_epoch(state: Any) -> None:
-    """Leave this epoch of the job and join the next one."""
-    shutdown()
+def _next_epoch(state: Any, error: Exception | None) -> None:
+    """Leave this epoch of the job, after an error or in order, and join the next one."""
+    leave(error)
     # Before init() asks the driver, which counts its hosts after all ranks have asked. What it announces
     # while it answers may be missing in the answer; if not, the ranks begin one epoch more than needed.
     if isinstance(state, State):

@@ -112,7 +112,7 @@ def test_rank_that_ends_early_and_rank_that_raises():
     assert second.returncode != 0 and "a mistake in the script" in second.stderr
     assert (
         first.returncode != 0
-        and "rank 1 has left the job" in first.stderr
+        and "rank 1 has left the job after ValueError: a mistake in the script" in first.stderr
         and "allreduce.lonely" in first.stderr
     )
 

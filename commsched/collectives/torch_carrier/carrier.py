@@ -53,8 +53,8 @@ class TorchCarrier(Carrier):
             "MPI does not carry this job: start it with mpirun and COMMSCHED_RUNTIME=horovod to use MPI"
         )
 
-    def shutdown(self) -> None:
-        self._queue.close()
+    def shutdown(self, error: str) -> None:
+        self._queue.close(error)
 
     def add_process_set(self, ranks: Sequence[int]) -> int | None:
         return self._change_process_sets("add_process_set", list(ranks))["new_set"]

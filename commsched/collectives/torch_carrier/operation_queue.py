@@ -158,8 +158,8 @@ class OperationQueue:
         if not self._alone:
             self._tell({"type": "progress"})
 
-    def close(self) -> None:
-        """Leave the job: finish the running operation, tell the coordinator, stop the threads."""
+    def close(self, error: str) -> None:
+        """Leave the job: finish the running operation, tell the coordinator why, stop the threads."""
         if os.getpid() != self._process:
             return  # a forked child is not part of the job
         if self._alone:
@@ -175,7 +175,7 @@ class OperationQueue:
             self._runner.abort(_SHUT_DOWN)
             self._running.join(_GRACE_SECONDS)
         with suppress(CommError):  # rank 0 may have ended
-            self._tell({"type": "bye"})
+            self._tell({"type": "bye", "error": error})
         self._listener.join(_CLOSING_SECONDS)
         if self._coordinator is not None:
             self._coordinator.join(_CLOSING_SECONDS)

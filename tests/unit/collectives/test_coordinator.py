@@ -15,21 +15,25 @@ from commsched.collectives.torch_carrier import coordinator as coordinator_modul
 from commsched.collectives.torch_carrier.coordinator import Coordinator, RankConnection, send
 
 
+@pytest.mark.parametrize("error", ["", "CommError: rank 7 is lost"])
 @pytest.mark.parametrize("leaving", [0, 1])
-def test_every_rank_is_told_who_has_left(leaving: int) -> None:
-    """Only rank 0's leave was told: others waited in vain for new connections to a rank that had left."""
+def test_every_rank_is_told_who_has_left(leaving: int, error: str) -> None:
+    """Only rank 0's leave was told: others waited in vain for new connections to a rank that had left. A rank
+    that still looked for the cause heard of a rank that had ended for that cause, and named that one.
+    """
     pairs = [Pipe() for _ in range(3)]
     coordinator = Coordinator([RankConnection(end) for _, end in pairs], 30.0)
     coordinator.start()
     ranks = [RankConnection(end) for end, _ in pairs]
-    send(ranks[leaving].messages, {"type": "bye"})
+    send(ranks[leaving].messages, {"type": "bye", "error": error})
     staying = [line for rank, line in enumerate(ranks) if rank != leaving]
     for line in staying:
         assert line.messages.poll(100), "it is not told"
-        reason = f"rank {leaving} has left the job (its script ended or called shutdown())"
+        cause = f"after {error}" if error else "(its script ended or called shutdown())"
+        reason = f"rank {leaving} has left the job {cause}"
         assert line.receive() == {"type": "left", "ranks": [[leaving, reason]]}
     for line in staying:
-        send(line.messages, {"type": "bye"})
+        send(line.messages, {"type": "bye", "error": ""})
     coordinator.join(100)
     assert not coordinator.is_alive()
     for line in ranks:
