@@ -47,7 +47,7 @@ _HOMES = {
     """,
     "commsched.collectives.private_groups": "data_group",
     "commsched.collectives.sync_batch_norm": "SyncBatchNorm",
-    "commsched.errors": "CheckpointError CommError HorovodInternalError",
+    "commsched.errors": "CheckpointError CommError HorovodInternalError SettingsError",
     "commsched.optimizer.distributed": "DistributedOptimizer",
     "commsched.optimizer.reports": "Metrics explain is_settled log_metrics metrics operations",
     "commsched.optimizer.sharded_step": "register_elementwise",

@@ -33,6 +33,13 @@ class CheckpointError(CommError):
     """
 
 
+class SettingsError(CommError):
+    """The ranks' optimizers have other settings, such as another learning rate; raised on all of them alike.
+
+    ``elastic.run`` raises it, too: rank 0's last commit may have the wrong ones, and would give them to all.
+    """
+
+
 # Horovod's name for the same failures: its scripts write `except hvd.HorovodInternalError`.
 HorovodInternalError = CommError
 

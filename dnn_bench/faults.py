@@ -580,8 +580,13 @@ def disturb(job: Job, outcome: Outcome, members: list[Member]) -> None:
     else:
         outcome.target = told([victim])
         file = job.folder / "disk" / "filler"
-        cluster.inside(victim.host, ["sh", "-c", f"yes > {file} 2> /dev/null || true"])
-        notes = job.wait(lambda: job.errors(outcome.at, members, "unsaved"), "CheckpointError on all ranks")
+
+        def unsaved() -> Sequence[Note] | None:
+            # Again and again: a save that is under way deletes an old generation, which frees space.
+            cluster.inside(victim.host, ["sh", "-c", f"yes >> {file} 2> /dev/null || true"])
+            return job.errors(outcome.at, members, "unsaved")
+
+        notes = job.wait(unsaved, "CheckpointError on all ranks")
         first_errors(outcome, notes, [victim])
         if wrong := [note["text"] for note in notes if "No space left" not in note["text"]]:
             outcome.problems.append(f"the error does not tell that the disk is full: {wrong[0]}")

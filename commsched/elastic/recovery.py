@@ -8,7 +8,8 @@
     or CommError, which    restored    sync(), call again
     is one: a lost rank
     HostsUpdatedInterrupt  stays       the same; without sync() if all ranks can do without
-    CheckpointError        stays       it ends all processes: every rank raises it, and would do so again
+    CheckpointError,       stays       it ends all processes: every rank raises it, and would do so again
+    SettingsError
     another exception      stays       it ends this process, and the other ranks lose a rank
     CommError once more,   is          the same processes meet again: no rank was lost, and the function would
     without a commit       restored    fail in the same way for ever. Every rank raises a CommError
@@ -33,7 +34,7 @@ from commsched.elastic.guardian import killed_when_stopped
 from commsched.elastic.state import State
 from commsched.elastic.virtual import VirtualRanks
 from commsched.env import settings
-from commsched.errors import CheckpointError, CommError, HostsUpdatedInterrupt
+from commsched.errors import CheckpointError, CommError, HostsUpdatedInterrupt, SettingsError
 from commsched.optimizer.distributed import lasting
 from commsched.process.launch import detect_launch
 from commsched.process.rendezvous import launcher_server, tell_end
@@ -99,7 +100,7 @@ def run(func: Any = None, *, virtual_ranks: int | None = None, seed: int = 0) ->
                 except HostsUpdatedInterrupt as interrupt:
                     error = None
                     can_skip = _ended_in_order(state, failures, elastic) and interrupt.skip_sync
-                except (CheckpointError, _RepeatedFailure):
+                except (CheckpointError, SettingsError, _RepeatedFailure):
                     raise
                 except _Failure as failure:
                     error = failure

@@ -38,7 +38,7 @@ from torch import nn
 
 from commsched.backends.ranks import Ranks, ranks_text
 from commsched.env import settings
-from commsched.errors import CommError
+from commsched.errors import SettingsError
 from commsched.optimizer.gradient import Gradient
 from commsched.optimizer.reports import few
 
@@ -91,7 +91,7 @@ class Agreement:
                 f"{key} of group {group} (that of {known[groups[group][0]]}) is {_by_rank(values)}"
                 for (group, key), values in unequal.items()
             ]
-            raise CommError(
+            raise SettingsError(
                 f"rank {self._ranks.rank}: the optimizer's settings must be the same on all ranks, or each"
                 f" trains another model, but {few(what)}; pass the same arguments on every rank, and change"
                 f" settings on all of them before the same step {_OFF}"

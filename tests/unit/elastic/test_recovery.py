@@ -78,6 +78,15 @@ def test_hosts_were_only_removed(driver):
     assert state.calls == ["sync", "call", "forget_host_updates", "on_reset", "call"]
 
 
+def test_optimizers_with_other_settings(driver):
+    """With rank 0's learning rate at fault, its last commit gave that to all, and they trained on with it."""
+    hvd.init()
+    state = Recorded()
+    with pytest.raises(hvd.SettingsError, match="lr of group 0"):
+        failing(hvd.SettingsError("lr of group 0"))(state, 5)
+    assert driver == [] and state.calls == ["sync", "call"]
+
+
 @pytest.mark.parametrize("change", ["none", "a commit", "a new process", "fewer processes"])
 def test_the_same_processes_fail_again(driver, monkeypatch, change):
     """Ranks that disagree in every step lose no rank: they restored the commit and failed again, for ever."""

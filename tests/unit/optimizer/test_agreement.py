@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from commsched.errors import CommError
+from commsched.errors import SettingsError
 from commsched.optimizer.agreement import Agreement, _plain, bits_of, settings_of
 from commsched.optimizer.gradient import Gradient
 
@@ -95,6 +95,6 @@ def test_differences_that_are_gone_are_not_told() -> None:
     agreement.compare(1, gradients_of(model), early=False)
     ranks.all_values = lambda mine: [mine, mine, (mine[0] | {(0, "lr"): 0.2}, mine[1])]
     with pytest.raises(
-        CommError, match=r"lr of group 0 \(that of p0\) is 0.1 on ranks 0, 1 and 0.2 on rank 2"
+        SettingsError, match=r"lr of group 0 \(that of p0\) is 0.1 on ranks 0, 1 and 0.2 on rank 2"
     ):
         agreement.compare(1, gradients_of(model), early=False)
