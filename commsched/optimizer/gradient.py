@@ -105,6 +105,8 @@ class Gradient:
         shown, self._shown = self._shown, None
         if shown is None or not self._is_slot(shown):
             assert self.alias is not None
+            if self.alias.data_ptr() != self._address:  # user code has moved the storage: share_memory_()
+                self.alias = self._new_alias()
             shown = self.alias.detach()
         set_raw_grad(self.param, shown)
 

@@ -29,7 +29,7 @@ from commsched.pipeline.messages import (
 from commsched.pipeline.random_state import random_state, set_random_state
 from commsched.pipeline.rows import Share
 from commsched.pipeline.shares import Sampling
-from commsched.pipeline.stage import Head, Saved, Stage, Version, load_state
+from commsched.pipeline.stage import Head, Saved, Stage, Version, load_state, slot_of
 from commsched.pipeline.update import Update
 from scheduler.ir.actions import SENT_AS, Action, Kind, peer_of, stage_of
 from scheduler.ir.layout import Layout, far_stage
@@ -144,10 +144,12 @@ def _stage(stage: Stage, update: Update) -> dict[str, Any]:
     }
 
 
-def _unsaved(module: nn.Module) -> dict[str, Tensor]:
+def _unsaved(module: nn.Module) -> dict[str, Tensor | None]:
     """Buffers that the state dict leaves out: training may change these, too."""
+    every = [(f"{prefix}.{key}".lstrip("."), value) for prefix, part in module.named_modules()
+             for key, value in part._buffers.items()]  # fmt: skip
     kept = module.state_dict().keys()
-    return {name: buffer.clone() for name, buffer in module.named_buffers() if name not in kept}
+    return {name: None if value is None else value.clone() for name, value in every if name not in kept}
 
 
 def _kept(stage: Stage, saved: Saved) -> dict[str, Any]:
@@ -164,6 +166,7 @@ def _kept(stage: Stage, saved: Saved) -> dict[str, Any]:
         "head": None if saved.head is None else (saved.head.targets, saved.head.weight, saved.head.counts),
         "random": saved.random,
         "buffers": stage.changed_buffers(saved),
+        "attributes": saved.attributes,
         "cuts": saved.cuts,
     }
 
@@ -204,7 +207,12 @@ def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
         load_state(module, kept)
     for module, unsaved in zip(stage.modules, state.get("unsaved", ())):  # older checkpoints have none
         for name, value in unsaved.items():
-            module.get_buffer(name).copy_(value)
+            buffers, key = slot_of(module, name)
+            own = buffers.get(key)
+            if own is None or value is None or (own.shape, own.dtype) != (value.shape, value.dtype):
+                buffers[key] = None if value is None else value.to(stage.device, copy=True)
+            else:
+                own.copy_(value)
     versions = stage.versions
     newest = versions.newest
     versions.live = {
@@ -230,7 +238,7 @@ def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
         if (weights := kept.get("weights")) is not None:
             version = Version(version.number, [nn.Parameter(tensor.clone()) for tensor in weights])
         saved = Saved(version, leaves, spec, head, kept["random"], micro, kept["cuts"])
-        saved.buffers = kept.get("buffers", {})
+        saved.buffers, saved.attributes = kept.get("buffers", {}), kept.get("attributes", ())
         stage.restore(micro, saved)
 
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 Loss = Callable[[Any, Any], Tensor]
 Micro = tuple[int, int]
 """Micro-batch and period."""
-Attribute = tuple[dict[str, Any], str, Any]
-"""The attributes of a module, and the name and value of one."""
-_PLAIN = (bool, int, float, str, type(None))
+Attribute = tuple[int, str, Any]
+"""The place of a module in its stage, and the name and value of one of its attributes."""
+_PLAIN, _GONE = (bool, int, float, str, type(None)), object()
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Saved:
     micro: Micro
     cuts: list[Cut | None]
     outputs: list[Any] = field(default_factory=list)
-    buffers: dict[int, Tensor] = field(default_factory=dict)  # by place: as the forward found them
+    buffers: dict[int, Tensor | None] = field(default_factory=dict)  # by place: as the forward found them
     weights: Callable[[], Any] | None = None
     attributes: Sequence[Attribute] = ()
 
@@ -131,10 +131,13 @@ class Stage:
             if buffer is not None
         ]
         self._attributes: Sequence[Attribute] = ()  # of this step, where another step may run its backward
-        self._found: dict[int, Tensor] = {}  # copies of the buffers, as the last forward found them
-        self._shared = [(name, *_slot(module, name)) for name in shared]
-        for each in (followed for part in self.modules for followed in part._stage_followed):  # type: ignore[union-attr]
+        self._found: dict[int, Tensor | None] = {}  # copies of the buffers, as the last forward found them
+        self._shared = [(name, *slot_of(module, name)) for name in shared]
+        followed = [each for part in self.modules for each in part._stage_followed]  # type: ignore[union-attr]
+        for each in followed:
             each.remember()  # tiles change modules
+        self._owns = [vars(each.runs) for each in followed if each.runs is not None]
+        self._of_backwards: set[tuple[int, str]] = set()  # attributes that backwards change, in a hook
 
     def follow(self) -> None:
         """Takes over what a script has changed in the model."""
@@ -142,23 +145,30 @@ class Stage:
         for module in self.modules:
             follow_model(module)
         if self.stays:
-            followed = [each for module in self.modules for each in module._stage_followed]  # type: ignore[union-attr]
-            parts = [vars(each.runs) for each in followed if each.runs is not None]
-            self._attributes = [(own, k, v) for own in parts for k, v in own.items() if type(v) in _PLAIN]
+            every = enumerate(self._owns)
+            self._attributes = [(n, k, v) for n, own in every for k, v in own.items() if type(v) in _PLAIN]
 
     @contextmanager
-    def _as_forwarded(self, saved: Saved) -> Iterator[None]:
+    def _as_forwarded(self, saved: Saved, in_backward: bool = False) -> Iterator[None]:
         """With the modes and numbers that the modules had in the step of a forward: scripts have changed them
-        since, and a backward may repeat the forward, or a checkpointed block in it.
+        since, and a backward may repeat the forward, or a checkpointed block in it. What only backwards
+        change stays: a hook may count them.
         """
-        now = [(own, key, own[key]) for own, key, _ in saved.attributes if key in own]
+        then = [each for each in saved.attributes if each[:2] not in self._of_backwards]
+        now = [self._owns[place].get(key, _GONE) for place, key, _ in then]
         try:
-            for own, key, value in saved.attributes:
-                own[key] = value
+            for place, key, value in then:
+                self._owns[place][key] = value
             yield
         finally:
-            for own, key, value in now:
-                own[key] = value
+            for (place, key, value), before in zip(then, now, strict=True):
+                own = self._owns[place]
+                if in_backward and before is value and own.get(key) is not value:
+                    self._of_backwards.add((place, key))
+                elif before is _GONE:
+                    own.pop(key, None)
+                else:
+                    own[key] = before
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Copies a state into the module; its copies share the parameters and get the same buffers."""
@@ -175,7 +185,7 @@ class Stage:
     def with_buffers(self, state: Mapping[str, Tensor]) -> Iterator[None]:
         """With copies of these in place of the module's buffers, which graphs in flight may have saved."""
         slots = [
-            (*_slot(module, name), own, name)
+            (*slot_of(module, name), own, name)
             for module in self.modules
             for name, own in module.named_buffers(remove_duplicate=False)
         ]
@@ -190,7 +200,7 @@ class Stage:
 
     def copies(self, name: str) -> list[Tensor]:
         """A tensor of the module, and that of each copy on tiles, without a script's view of their writes."""
-        return [values[key].data for module in self.modules for values, key in [_slot(module, name)]]
+        return [values[key].data for module in self.modules for values, key in [slot_of(module, name)]]
 
     def _no_grads(self) -> list[Tensor | None]:
         return [None] * len(self.versions.names)
@@ -296,13 +306,14 @@ class Stage:
         unless ``split`` leaves them to ``weight_gradients``.
         """
         saved = self.saved[micro]
-        with self._as_forwarded(saved):
+        if self.recompute:
+            with self._as_forwarded(saved):
+                self._repeat(saved)
+        with self._as_forwarded(saved, in_backward=True):
             return self._backward(saved, grads, split)
 
     def _backward(self, saved: Saved, grads: list[Tensor | None], split: bool) -> list[Tensor | None]:
         micro = saved.micro
-        if self.recompute:
-            self._repeat(saved)
         # A checkpointed block is computed again in its backward.
         self.versions.use(saved.version)
         pairs = self._roots(saved, grads)
@@ -398,31 +409,32 @@ class Stage:
 
     # Recomputation
 
-    def _copied_buffers(self) -> dict[int, Tensor]:
+    def _copied_buffers(self) -> dict[int, Tensor | None]:
         """The buffers as they are, by place; what has not changed shares the copy of an earlier forward.
 
         Their values are compared: ``.data`` and batch norm's kernels change them without a new version. Any
         may be another one when the forward is repeated: later forwards, an evaluation and scripts write, too.
         """
-        self._found = {
-            place: copied if (copied := self._found.get(place)) is not None and _alike(copied, held[key])
-            else held[key].detach().clone()
-            for place, (held, key) in enumerate(self._buffer_slots)
-        }  # fmt: skip
-        return self._found
+        found: dict[int, Tensor | None] = {}
+        for place, (held, key) in enumerate(self._buffer_slots):
+            before, now = self._found.get(place), held.get(key)
+            found[place] = before if _alike(before, now) else None if now is None else now.detach().clone()
+        self._found = found
+        return found
 
-    def changed_buffers(self, saved: Saved) -> dict[int, Tensor]:
+    def changed_buffers(self, saved: Saved) -> dict[int, Tensor | None]:
         """Those that are no longer as a forward has found them, by place, with their values then."""
         slots = enumerate(self._buffer_slots)
-        return {n: saved.buffers[n] for n, (held, key) in slots if not _alike(saved.buffers[n], held[key])}
+        return {n: saved.buffers[n] for n, (own, key) in slots if not _alike(saved.buffers[n], own.get(key))}
 
     def _repeat(self, saved: Saved) -> None:
         """The forward again, with the same random numbers and buffers; the buffers have had their update."""
         now = random_state(self.device)
         set_random_state(saved.random, self.device)
-        kept = [(buffers, key, buffers[key]) for buffers, key in self._buffer_slots]
+        kept = [(buffers, key, buffers.get(key)) for buffers, key in self._buffer_slots]
         for place, (buffers, key, _) in enumerate(kept):
-            buffers[key] = saved.buffers[place].clone()
+            found = saved.buffers[place]
+            buffers[key] = None if found is None else found.clone()
         # Some releases of torch also cache casts that autocast makes under no_grad: these have no graph.
         torch.clear_autocast_cache()
         try:
@@ -438,7 +450,8 @@ class Stage:
         self.saved[micro] = saved
         saved.buffers = self._copied_buffers() | saved.buffers
         if not self.recompute:
-            self._repeat(saved)
+            with self._as_forwarded(saved):
+                self._repeat(saved)
 
 
 def _has_class_weights(loss: Any) -> bool:
@@ -463,14 +476,16 @@ def load_state(module: nn.Module, state: Mapping[str, Any]) -> None:
             value.copy_(state[key])
 
 
-def _slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+def slot_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     """The dictionary that holds a parameter or buffer of a module, and its key there."""
     path, _, key = name.rpartition(".")
     part = module.get_submodule(path)
     return (part._parameters if key in part._parameters else part._buffers), key
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _alike(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
     kinds = [(tensor.dtype, tensor.device, tensor.layout) for tensor in (one, other)]
     return kinds[0] == kinds[1] and one.layout is torch.strided and torch.equal(one, other)
 

@@ -71,6 +71,8 @@ struct Blocks {
       mmap(begin, block.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, block.file, block.offset);
     }
     for (const int file : get().files) close(file);
+    get().all.clear();  // for a child of this one, they are ordinary memory, and the numbers of the files belong to others
+    get().files.clear();
     get().mutex.unlock();
   }
 };

@@ -1,5 +1,7 @@
 // Python's view of the engine, its channels and its transports.
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/CPUAllocator.h>
 #include <pybind11/numpy.h>
 
 #include "bindings.h"
@@ -204,7 +206,9 @@ at::Tensor zeros(Transport& transport, int64_t count, const py::object& dtype) {
   std::shared_ptr<void> memory = transport.take(count * c10::elementSize(type));
   if (!memory) return at::zeros({count}, type);
   void* const data = memory.get();
-  return at::from_blob(data, {count}, [memory = std::move(memory)](void*) mutable { memory.reset(); }, type);
+  at::Tensor flat = at::from_blob(data, {count}, [memory = std::move(memory)](void*) mutable { memory.reset(); }, type);
+  flat.storage().unsafeGetStorageImpl()->set_allocator(c10::GetCPUAllocator());  // which alias_of() hands on
+  return flat;
 }
 
 void bind_transports(py::module_& m) {

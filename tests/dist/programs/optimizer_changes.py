@@ -81,6 +81,48 @@ def the_last_update_outlives_the_optimizer(me: Me) -> None:
 
 
 @case()
+def gradients_whose_memory_is_moved(me: Me) -> None:
+    """By a queue to another process, or by a script that resizes them: later ones were read from there."""
+
+    def each(change: Any) -> Any:
+        def changed(model: nn.Module) -> None:
+            for parameter in model.parameters():
+                change(parameter.grad)
+
+        return changed
+
+    changes: dict[tuple[str, str], Any] = {
+        ("shared", "before the step"): each(lambda grad: grad.share_memory_()),
+        ("shared", "after the step"): each(lambda grad: grad.share_memory_()),
+        ("grown", "after the step"): each(lambda grad: grad.resize_(3 * grad.numel())),
+        ("emptied", "after the step"): each(lambda grad: grad.untyped_storage().resize_(0)),
+        ("all shared", "after the step"): nn.Module.share_memory,
+        ("all shared", "when cleared"): nn.Module.share_memory,
+    }
+    for ((how, when), change), gather in product(changes.items(), ("gradients", "parameters")):
+        if gather == "parameters" and when == "after the step":
+            continue  # there are none
+        model, plain = seeded(mlp64), seeded(mlp64)
+        optimizer: Any = hvd.DistributedOptimizer(momentum(model), gather=gather, schedule="dear")
+        oracle = Oracle(plain, momentum(plain), me.size)
+        for step in range(6):
+            loss_of(step)(model, me.rank).backward()
+            optimizer.synchronize()
+            if step % 3 == 1 and when == "before the step":
+                change(model)
+            optimizer.step()
+            if step % 3 == 1 and when == "after the step":
+                change(model)
+            optimizer.zero_grad()
+            if step % 3 == 1 and when == "when cleared":
+                change(model)
+            oracle.step(loss_of(step))
+            what = f"{how} {when}, {gather}, step {step}"
+            assert_close(model, plain, terms_of(plain, step + 1), what)
+        release(optimizer)
+
+
+@case()
 def a_model_may_be_wrapped_again(me: Me) -> None:
     for gather in ("gradients", "parameters"):
         twin = Twin(me, branches64, gather=gather)

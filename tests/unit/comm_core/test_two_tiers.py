@@ -19,6 +19,7 @@ from comm_core import (
     NotShared,
     Traffic,
     TwoTierTransport,
+    alias_of,
     boards,
     changed_rows,
     link_gate,
@@ -214,6 +215,32 @@ def test_a_forked_child_has_gradients_of_its_own() -> None:
         os._exit(int(not was or not bool((mine == 8).all())))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert bool((mine == 7).all())
+
+
+def test_a_child_of_a_forked_child_keeps_its_files_and_gradients() -> None:
+    """The child's files have the numbers that those of its parent's gradients had."""
+    mine = tier_transports([0, 0])[0].zeros(5000, torch.float32).fill_(7)
+    child = os.fork()
+    if child == 0:
+        files = [os.open(os.devnull, os.O_RDWR) for _ in range(20)]
+        grandchild = os.fork()
+        if grandchild == 0:
+            try:
+                os._exit(int(any(os.write(file, b"x") != 1 for file in files) or not bool((mine == 7).all())))
+            except OSError:
+                os._exit(2)
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]) % 256)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bool((mine == 7).all())
+
+
+def test_a_gradient_in_shared_memory_can_be_resized_like_torchs_own() -> None:
+    flat = tier_transports([0, 0])[0].zeros(5000, torch.float32).fill_(7)
+    alias = alias_of(flat, 0, [2, 3], [3, 1])
+    alias.resize_(10, 10)  # more than its bytes: torch moves it to other memory
+    assert alias.flatten()[:6].tolist() == [7] * 6
+    alias.fill_(0)
+    assert bool((flat == 7).all())
 
 
 def test_ranks_that_cannot_share_gradients_use_boards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,96 @@ def test_buffers_that_are_not_in_the_state_dict_go_on(schedule: str, count: int,
     assert all(torch.equal(weights[name], value) for name, value in wanted.items())
 
 
+class Late(nn.Module):
+    """Forwards make its buffers: one is longer after longer inputs, the other one is None at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.ones(1), persistent=False)
+        self.register_buffer("first", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if len(self.table) < len(x):
+            self.table = torch.linspace(1, 2, len(x), dtype=x.dtype)
+        if self.first is None:
+            self.first = y.detach().abs().mean(0)
+        return y * self.table[: len(x), None] / (1 + self.first)
+
+
+@pytest.mark.parametrize(("schedule", "count"), [("1f1b", 2), ("2bw", 2)])
+def test_buffers_that_forwards_have_made_go_on(schedule: str, count: int) -> None:
+    torch.manual_seed(0)
+    model, data = nn.Sequential(Late(), Late()).double(), batches(5)
+
+    def run(stops: bool) -> Any:
+        def work(fabric: Any) -> Any:
+            options: Any = {"loss": loss_of, "optimizer": adam, "fabric": fabric}
+            pipeline = Pipeline(copy.deepcopy(model), schedule, count, (2, 1), **options)
+            for number, batch in enumerate(data):
+                if stops and number == 3:
+                    state = through_a_file(pipeline.checkpoint())
+                    pipeline.close()
+                    pipeline = Pipeline(copy.deepcopy(model), schedule, count, (2, 1), **options)
+                    pipeline.resume(state)
+                pipeline.step(batch)
+            pipeline.drain()
+            return pipeline.state_dict()
+
+        return on_threads(2, work)[0]
+
+    wanted, found = run(False), run(True)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+class Factor(nn.Module):
+    """Its output depends on a number and on its mode, which scripts change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(WIDTH, WIDTH), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) * self.factor
+        return torch.tanh(y) if self.training else y
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("schedule", "count"), [("pipedream", 1), ("2bw", 2)])
+def test_forwards_in_flight_have_their_numbers_after_a_checkpoint(
+    schedule: str, count: int, recompute: bool
+) -> None:
+    """They were repeated with those that the script had set since."""
+    torch.manual_seed(0)
+    model, data = nn.Sequential(Factor(), Factor()).double(), batches(6)
+
+    def run(stop: int) -> Any:
+        def work(fabric: Any) -> Any:
+            options: Any = {"loss": loss_of, "optimizer": adam, "fabric": fabric, "recompute": recompute}
+            mine = copy.deepcopy(model)
+            pipeline, losses = Pipeline(mine, schedule, count, (2, 1), **options), []
+            for number, batch in enumerate(data):
+                losses.append(pipeline.step(batch))
+                for block in mine:
+                    block.factor = 1.0 + number
+                    block.train(number != 1)
+                if number == stop:
+                    state = through_a_file(pipeline.checkpoint())
+                    pipeline.close()
+                    mine = copy.deepcopy(mine)
+                    pipeline = Pipeline(mine, schedule, count, (2, 1), **options)
+                    pipeline.resume(state)
+            losses += pipeline.drain()
+            return losses, [value.tolist() for value in pipeline.state_dict().values()]
+
+        return on_threads(2, work)[0]
+
+    wanted = run(-1)
+    assert run(1) == wanted
+    assert run(3) == wanted
+
+
 def test_a_checkpoint_changes_nothing() -> None:
     model, data = chain_model(4), batches(8)
     wanted, _, _ = train(model, data, 4, optimizer=momentum, schedule="pipedream")

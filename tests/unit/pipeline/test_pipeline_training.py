@@ -310,6 +310,78 @@ def test_recomputation_finds_the_modules_as_its_forward(writes: str, schedule: s
     assert all(torch.equal(found[name], value) for name, value in plain.items())
 
 
+class Counting(nn.Module):
+    """Counts its backwards in a hook, which also scales the gradient by the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.backwards, self.norm = nn.Linear(WIDTH, WIDTH), 0, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        if y.requires_grad:
+            y.register_hook(self._note)
+        return y
+
+    def _note(self, grad: Tensor) -> Tensor:
+        self.backwards += 1
+        self.norm = float(grad.norm())
+        return grad / self.backwards
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("schedule", "count"), [("pipedream", 1), ("2bw", 2)])
+def test_what_hooks_of_a_backward_count_stays(schedule: str, count: int, recompute: bool) -> None:
+    """A backward in a later step than its forward forgot it."""
+    torch.manual_seed(0)
+    model, data = nn.Sequential(Counting(), Counting()).double(), batches(5)
+
+    def work(fabric: Any) -> Any:
+        options: Any = {"loss": loss_of, "optimizer": momentum, "fabric": fabric, "recompute": recompute}
+        pipeline = Pipeline(copy.deepcopy(model), schedule, count, (2, 1), **options)
+        for batch in data:
+            pipeline.step(batch)
+        pipeline.drain()
+        blocks = [part for stage in pipeline.stages.values() for part in stage.module.modules()]
+        return [(part.backwards, part.norm) for part in blocks if isinstance(part, Counting)]
+
+    for counts in on_threads(2, work):
+        assert [number for number, _ in counts] == [len(data) * count]
+        assert all(norm > 0 for _, norm in counts)
+
+
+class Started(nn.Module):
+    """Adds its buffer in its first forward only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("start", torch.ones(WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if self.start is not None:
+            y, self.start = y + self.start, None
+        return torch.tanh(y)
+
+
+@pytest.mark.parametrize(("schedule", "count"), [("1f1b", 2), ("2bw", 2)])
+def test_recomputation_finds_a_buffer_that_its_forward_has_taken_away(schedule: str, count: int) -> None:
+    torch.manual_seed(0)
+    model, data = nn.Sequential(Started(), Started()).double(), batches(3)
+
+    def run(again: bool) -> Any:
+        def work(fabric: Any) -> Any:
+            options: Any = {"loss": loss_of, "optimizer": momentum, "fabric": fabric, "recompute": again}
+            pipeline = Pipeline(copy.deepcopy(model), schedule, count, (2, 1), **options)
+            losses = [pipeline.step(batch) for batch in data] + pipeline.drain()
+            return losses, [value.tolist() for value in pipeline.state_dict().values()]
+
+        return on_threads(2, work)[0]
+
+    assert run(True) == run(False)
+
+
 @pytest.mark.parametrize(("schedule", "count"), [("1f1b", 2), ("bundle", 1)])
 def test_frozen_and_unused_parameters(schedule: str, count: int) -> None:
     """As in one process, weight decay moves no parameter that no replica has used, in buckets or whole."""
