@@ -245,8 +245,10 @@ class Cell:
 
     @property
     def best_peer(self) -> str | None:
-        peers = [name for name, row in self.rows.items() if row["kind"] == "peer"]
-        return min(peers, key=lambda name: self.rows[name]["time"], default=None)
+        """The fastest within repetitions, of those that train as ours does."""
+        rows = self.rows.items()
+        peers = [name for name, row in rows if row["kind"] == "peer" and not row.get("changes")]
+        return min(peers, key=lambda name: self.over(name) or 0.0, default=None)
 
     def time(self, name: str) -> float | None:
         return self.rows[name]["time"] if name in self.rows else None

@@ -19,13 +19,14 @@ from dnn_bench import baselines, models
 from dnn_bench.baselines import require
 from dnn_bench.baselines.trainer import Job, Trainer, check_fit
 from dnn_bench.command_line import add_data_dir, add_job, one_line_errors, parser, shape_of
+from dnn_bench.runner.measure import settle
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     command = parser("synthetic", __doc__)
     add_job(command, model="resnet_tiny", baseline="horovod")
     add_data_dir(command)
-    command.add_argument("--num-warmup-batches", type=int, default=10, help="batches before measuring")
+    command.add_argument("--num-warmup-batches", type=int, default=10, help="least batches before measuring")
     command.add_argument("--num-batches-per-iter", type=int, default=1, help="batches of a measurement")
     command.add_argument("--num-iters", type=int, default=10, help="measurements")
     return command.parse_args(arguments)
@@ -65,7 +66,8 @@ def benchmark(trainer: Trainer, options: argparse.Namespace, log: Callable[[str]
     log(f"Ranks: {by_host(trainer.ranks.allgather_object(socket.gethostname()))}")
     batch = job.local_batch(trainer.rank)
     log("Running warmup...")
-    timed(trainer, batch, options.num_warmup_batches)
+    if not settle(trainer, options.num_warmup_batches):
+        log("Its plan is still searched or tried: the rates below are those of steps that pay for this")
     log("Running benchmark...")
     rates = []
     for iteration in range(options.num_iters):

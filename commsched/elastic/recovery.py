@@ -10,6 +10,8 @@
     HostsUpdatedInterrupt  stays       the same; without sync() if all ranks can do without
     CheckpointError,       stays       it ends all processes: every rank raises it, and would do so again
     SettingsError
+    OSError, and nobody    is          the same as after a lost rank: the launcher of this process is gone,
+    reads the output       restored    and what it prints from now on goes to nowhere
     another exception      stays       it ends this process, and the other ranks lose a rank
     CommError once more,   is          the same processes meet again: no rank was lost, and the function would
     without a commit       restored    fail in the same way for ever. Every rank raises a CommError
@@ -24,6 +26,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import select
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
@@ -43,6 +46,7 @@ _log = logging.getLogger("commsched")
 # Of Horovod where that is installed: scripts raise it, too.
 _Failure = CommError.__bases__[0] if CommError.__bases__[0] is not RuntimeError else CommError
 
+OUTPUTS = (1, 2)  # stdout and stderr
 _MOST_FAILURES = 2  # rollbacks of the same processes without a commit: a fault of the network may pass
 
 _Arguments = ParamSpec("_Arguments")
@@ -102,7 +106,9 @@ def run(func: Any = None, *, virtual_ranks: int | None = None, seed: int = 0) ->
                     can_skip = _ended_in_order(state, failures, elastic) and interrupt.skip_sync
                 except (CheckpointError, SettingsError, _RepeatedFailure):
                     raise
-                except _Failure as failure:
+                except (_Failure, OSError) as failure:
+                    if isinstance(failure, OSError) and not (elastic and silence_unread_output()):
+                        raise
                     error = failure
                     _roll_back(state, failures, error, elastic)
                     can_skip = False
@@ -204,8 +210,25 @@ def _roll_back(state: Any, failures: _Failures, error: Exception, elastic: bool)
     _log.warning("the job goes on from the last commit with the ranks that are left: %s", error)
 
 
+def silence_unread_output() -> bool:
+    """Send output that nobody reads to nowhere; return whether there was some.
+
+    The launcher of a process whose host was cut off has ended, and the next ``print()`` would end the
+    process, whose state may be the newest that is left.
+    """
+    asking = select.poll()
+    for descriptor in OUTPUTS:
+        asking.register(descriptor, 0)
+    unread = [one for one, event in asking.poll(0) if event & (select.POLLERR | select.POLLHUP)]
+    for descriptor in unread:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), descriptor)
+    return bool(unread)
+
+
 def _next_epoch(state: Any, error: Exception | None) -> None:
     """Leave this epoch of the job, after an error or in order, and join the next one."""
+    silence_unread_output()
     leave(error)
     # Before init() asks the driver, which counts its hosts after all ranks have asked. What it announces
     # while it answers may be missing in the answer; if not, the ranks begin one epoch more than needed.

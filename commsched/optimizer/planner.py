@@ -676,6 +676,7 @@ class Plan:
     link: Link
     layers: tuple[int, ...]
     whole: Mapping[int, int] = field(default_factory=dict)  # bytes in memory of layers that travel by rows
+    uncompressed: Link | None = None  # for gradients in their own type, as DDP sends them
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -686,7 +687,7 @@ class Plan:
             for place, size in self.whole.items():
                 layers[place] = replace(layers[place], bytes=size)
             dense = replace(self.profile, layers=tuple(layers))
-        request = self.program, self.profile, self.link, dense
+        request = self.program, self.profile, self.link, dense, self.uncompressed
         answer: Prediction | None = _answer_of_child("predict", *request)
         return answer or predict(*request)
 
@@ -744,15 +745,18 @@ class TimedLink:
     is idle. All ranks of a host use a link at once, so what they cost each other is in its times.
     """
 
-    def __init__(self, backend: Backend, model_bytes: int, wire_share: float = 1.0) -> None:
-        """``wire_share``: the part of a gradient's bytes that its messages have. Rates are per own byte."""
-        self._backend, self._wire_share = backend, wire_share
+    def __init__(self, backend: Backend, model_bytes: int, shares: tuple[float, float] = (1.0, 1.0)) -> None:
+        """``shares``: the parts of a gradient's bytes that messages of an RS and of an AG have. Rates are per
+        own byte.
+        """
+        self._backend, self._shares = backend, shares
         self._largest = _largest_message(model_bytes)
         sizes = [round(_SMALLEST * (self._largest / _SMALLEST) ** (k / 5)) for k in range(6)]
-        sent = [round(size * wire_share) for size in sizes]
+        sent = [round(size * sum(shares) / 2) for size in sizes]
         mine = [(size, backend.exchange_seconds(bytes_)) for size, bytes_ in zip(sizes, sent, strict=True)]
         # Inside a host an RS moves whole gradients, and an AG what the messages have.
-        both = [((size + bytes_) // 2, bytes_) for size, bytes_ in zip(sizes, sent, strict=True)]
+        moved = [round(size * (1 + shares[1]) / 2) for size in sizes]
+        both = list(zip(moved, sent, strict=True))
         alone = [
             list(zip(sizes, tier, strict=True)) for tier in zip(*backend.tier_seconds(both), strict=True)
         ]
@@ -760,11 +764,23 @@ class TimedLink:
         self._messages, *tiers = map(_mean, zip(*by_rank, strict=True))
         names = "inside hosts, measured", "between hosts, measured"
         self._tiers = [self._fit(times, name) for times, name in zip(tiers, names, strict=False)]
-        self.link = self._with_tiers(self._fit(self._messages))
+        whole = self._fit(self._messages)
+        if self._tiers:  # these messages had the wire's bytes inside the hosts, too, and buckets have more
+            whole = replace(whole, beta=max(whole.beta, self._tiers[0].beta))
+        self.link = self._with_tiers(whole)
 
-    def covers(self, model_bytes: int, wire_share: float) -> bool:
+    def covers(self, model_bytes: int, shares: tuple[float, float]) -> bool:
         """Return whether a model may use these times: as much of its bytes travels, in messages no larger."""
-        return wire_share == self._wire_share and _largest_message(model_bytes) <= self._largest
+        return shares == self._shares and _largest_message(model_bytes) <= self._largest
+
+    def uncompressed(self, link: Link) -> Link:
+        """Return one of these links for messages in the gradients' own type."""
+        inside, between = (1 + self._shares[1]) / 2, sum(self._shares) / 2 or 1.0  # parameters may be empty
+        if isinstance(link, TwoTierLink):
+            tiers = (link.inside, inside), (link.between, between)
+            one, other = (replace(tier, beta=tier.beta / share) for tier, share in tiers)
+            link = replace(link, inside=one, between=other)
+        return replace(link, beta=link.beta / between)
 
     def refined(self, by_rank: Sequence[Times]) -> Link:
         """Return the link fitted to the ranks' operations too, which are larger messages. Not collective.
@@ -896,15 +912,15 @@ class Planner:
             "the arguments of DistributedOptimizer", agreed, "pass the same arguments on every rank"
         )
         share = model.wire_share(asked.wire_dtype)
-        if asked.gather == "parameters":
-            share = (share + 1) / 2  # parameters travel as they are
+        # Parameters travel as they are.
+        shares = share, 1.0 if asked.gather == "parameters" else share
         size = sum(map(model.bytes, range(len(model.names))))
         # All ranks decide alike: size and share follow from what they have just agreed on. Another epoch of
         # an elastic job has another backend, over connections that have not been timed.
-        if before is not None and before.backend is backend and before._timed_link.covers(size, share):
+        if before is not None and before.backend is backend and before._timed_link.covers(size, shares):
             self._timed_link: TimedLink = before._timed_link
         else:
-            self._timed_link = TimedLink(backend, size, share)
+            self._timed_link = TimedLink(backend, size, shares)
         self.link = self._timed_link.link
         self._child: Child | None = None  # rank 0's, which makes the plan for ``_wanted``
         self._wanted: tuple[Profile, list[int]] | None = None
@@ -1038,7 +1054,11 @@ class Planner:
         if not _has_parts(program, profile):
             profile = profile.whole()
         whole = {k: self.model.bytes(i) for k, i in enumerate(layers) if i in self.model.rows}
-        return Plan(program, profile, self.link, layers, whole)
+        return self._plan(program, profile, layers, whole)
+
+    def _plan(self, program: Program, profile: Profile, layers: tuple[int, ...], whole: Any = ()) -> Plan:
+        plain = self._timed_link.uncompressed(self.link)
+        return Plan(program, profile, self.link, layers, dict(whole), plain)
 
     def _agreed(
         self, made: Sequence[Plan | ValueError | None], steps: int | None = None
@@ -1120,4 +1140,4 @@ class Planner:
                 f"the program has {'stages' if program.pipeline else 'collectives outside of lane link'}, but"
                 " DistributedOptimizer executes one order on one link; commsched.pipeline trains in stages"
             )
-        return Plan(program, profile, self.link, (-1, *layers))
+        return self._plan(program, profile, (-1, *layers))

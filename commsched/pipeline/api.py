@@ -245,6 +245,8 @@ class Pipeline:
             for stage in self.stages.values():
                 stage.follow()
             self._interpreter.run(iteration, last, self._losses.begin if finishes else lambda: None)
+            for stage in self.stages.values():
+                stage.leave()
             self._done += 1
             if finishes:
                 self._inputs.forget(iteration)

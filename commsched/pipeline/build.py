@@ -366,7 +366,21 @@ class UpdateMaker:
         self.names, self.lane = names, fabric.lane("sums")
 
     def make(self, stages: dict[int, Stage], ties: Sequence[Tie]) -> dict[int, Update]:
-        return {number: self._make(stage, ties) for number, stage in stages.items()}
+        """Every rank raises what the ranks of one stage were refused, such as two tiers."""
+        made: dict[int, Update] = {}
+        refused: CommError | None = None
+        try:
+            made = {number: self._make(stage, ties) for number, stage in stages.items()}
+        except CommError as error:
+            refused = error
+        mine = "" if refused is None else str(refused)
+        told = everyones(self.lane, self.fabric.rank, range(self.fabric.size), mine)
+        if refused is not None:
+            raise refused
+        for rank, reason in enumerate(told):
+            if reason:
+                raise CommError(f"rank {rank} cannot exchange with the replicas of its stage: {reason}")
+        return made
 
     def _make(self, stage: Stage, ties: Sequence[Tie]) -> Update:
         ranks, leaves = self.layout.members(stage.number), stage.versions.newest.leaves

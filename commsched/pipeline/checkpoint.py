@@ -166,9 +166,17 @@ def _kept(stage: Stage, saved: Saved) -> dict[str, Any]:
         "head": None if saved.head is None else (saved.head.targets, saved.head.weight, saved.head.counts),
         "random": saved.random,
         "buffers": stage.changed_buffers(saved),
-        "attributes": saved.attributes,
+        "written": sorted(saved.written),
+        "attributes": [{k: v for k, v in then.items() if _is_plain(v)} for _, then in saved.attributes],
         "cuts": saved.cuts,
     }
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a file may hold an attribute, without knowing the classes of the model."""
+    if isinstance(value, tuple):
+        return type(value) is tuple and all(map(_is_plain, value))
+    return type(value) in (bool, int, float, str, type(None), Tensor)
 
 
 def resumed(pipeline: Running, state: dict[str, Any]) -> None:
@@ -238,7 +246,12 @@ def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
         if (weights := kept.get("weights")) is not None:
             version = Version(version.number, [nn.Parameter(tensor.clone()) for tensor in weights])
         saved = Saved(version, leaves, spec, head, kept["random"], micro, kept["cuts"])
-        saved.buffers, saved.attributes = kept.get("buffers", {}), kept.get("attributes", ())
+        saved.buffers = kept.get("buffers", {})
+        saved.written = set(kept.get("written", ()))
+        saved.attributes = [
+            (own, {key: value for key, value in now.items() if not _is_plain(value)} | then)
+            for (own, now), then in zip(stage.present(), kept.get("attributes", ()))
+        ]
         stage.restore(micro, saved)
 
 

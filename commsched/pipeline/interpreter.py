@@ -468,6 +468,8 @@ class Evaluation:
         finally:
             for part, training in modes:
                 part.training = training
+            for stage in self.stages.values():
+                stage.leave()
 
 
 def _sum(values: list[Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 Loss = Callable[[Any, Any], Tensor]
 Micro = tuple[int, int]
 """Micro-batch and period."""
-Attribute = tuple[int, str, Any]
-"""The place of a module in its stage, and the name and value of one of its attributes."""
-_PLAIN, _GONE = (bool, int, float, str, type(None)), object()
+Attributes = Sequence[tuple[dict[str, Any], dict[str, Any]]]
+"""The dictionary of each module, and its attributes at some time."""
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}
+_GONE = object()
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class Saved:
     outputs: list[Any] = field(default_factory=list)
     buffers: dict[int, Tensor | None] = field(default_factory=dict)  # by place: as the forward found them
     weights: Callable[[], Any] | None = None
-    attributes: Sequence[Attribute] = ()
+    attributes: Attributes = ()
+    written: set[int] = field(default_factory=set)  # buffers that a script has written to since, by place
 
 
 class Stage:
@@ -124,13 +126,17 @@ class Stage:
         self.output_cuts: list[Cut | None] = []
         self.device = next(module.parameters(), torch.empty(0)).device
         self._checked = -1  # the last period whose graph was looked at
-        self._buffer_slots: list[tuple[dict[str, Any], str]] = [
-            (part._buffers, key)
+        with_buffers = [
+            (part, key)
             for part in dict.fromkeys(part for each in self.modules for part in each.modules())
             for key, buffer in part._buffers.items()
             if buffer is not None
         ]
-        self._attributes: Sequence[Attribute] = ()  # of this step, where another step may run its backward
+        self._buffer_slots: list[tuple[dict[str, Any], str]] = [
+            (part._buffers, key) for part, key in with_buffers
+        ]
+        self._buffer_modules = [part for part, _ in with_buffers]
+        self._attributes: Attributes = ()  # of this step, where another step may run its backward
         self._found: dict[int, Tensor | None] = {}  # copies of the buffers, as the last forward found them
         self._shared = [(name, *slot_of(module, name)) for name in shared]
         followed = [each for part in self.modules for each in part._stage_followed]  # type: ignore[union-attr]
@@ -145,30 +151,53 @@ class Stage:
         for module in self.modules:
             follow_model(module)
         if self.stays:
-            every = enumerate(self._owns)
-            self._attributes = [(n, k, v) for n, own in every for k, v in own.items() if type(v) in _PLAIN]
+            self._attributes = self.present()
+            if self.saved:
+                written = self._unlike(self._found)
+                for saved in self.saved.values():
+                    saved.written |= written
+
+    def present(self) -> Attributes:
+        """The attributes of the modules that the stage runs, in the same order in pipelines made alike."""
+        return [(own, attributes(own)) for own in self._owns]
+
+    def leave(self) -> None:
+        """Ends a step, or an evaluation: until the next ``follow``, only scripts write to buffers."""
+        if self.stays and self.saved:
+            self._copied_buffers()
 
     @contextmanager
     def _as_forwarded(self, saved: Saved, in_backward: bool = False) -> Iterator[None]:
-        """With the modes and numbers that the modules had in the step of a forward: scripts have changed them
-        since, and a backward may repeat the forward, or a checkpointed block in it. What only backwards
-        change stays: a hook may count them.
+        """With the attributes and modes that the modules had in the step of a forward, and the buffers that a
+        script has written to since: a backward may repeat the forward, or a checkpointed block in it. What
+        only backwards change stays: a hook may count them.
         """
-        then = [each for each in saved.attributes if each[:2] not in self._of_backwards]
-        now = [self._owns[place].get(key, _GONE) for place, key, _ in then]
+        now = [(own, dict(own)) for own, _ in saved.attributes]
+        then = []
+        for place, ((own, given), (_, before)) in enumerate(zip(saved.attributes, now, strict=True)):
+            stay = {key for at, key in self._of_backwards if at == place}
+            values = {key: value for key, value in given.items() if key not in stay}
+            then.append((own, values | {key: before[key] for key in stay & before.keys()}))
+        slots = [(saved.buffers[place], *self._buffer_slots[place]) for place in saved.written]
+        buffers = [(held, key, held.get(key, _GONE)) for _, held, key in slots]
         try:
-            for place, key, value in then:
-                self._owns[place][key] = value
+            _assign(then)
+            for copied, held, key in slots:
+                held[key] = None if copied is None else copied.clone()
             yield
         finally:
-            for (place, key, value), before in zip(then, now, strict=True):
-                own = self._owns[place]
-                if in_backward and before is value and own.get(key) is not value:
-                    self._of_backwards.add((place, key))
-                elif before is _GONE:
-                    own.pop(key, None)
+            for place, ((own, given), (_, before)) in enumerate(zip(then, now, strict=True)):
+                for key, value in attributes(own).items() if in_backward else ():
+                    had = given.get(key, _GONE)
+                    if value is not had and had is before.get(key, _GONE):
+                        self._of_backwards.add((place, key))
+                        before[key] = value
+            _assign(now)
+            for held, key, buffer in buffers:
+                if buffer is _GONE:
+                    held.pop(key, None)
                 else:
-                    own[key] = before
+                    held[key] = buffer
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Copies a state into the module; its copies share the parameters and get the same buffers."""
@@ -237,7 +266,7 @@ class Stage:
         self.saved[micro] = saved
         self.most_saved = max(self.most_saved, len(self.saved))
         saved.buffers = self._copied_buffers() if self._repeats else {}
-        with torch.no_grad() if self.recompute else nullcontext():
+        with torch.no_grad() if self.recompute else self._reading_copies(saved):
             saved.outputs = self.run(saved)
         if head is not None and head.counts:
             self.losses[micro[1]] += float(saved.outputs[0].detach()) * head.weight
@@ -245,6 +274,32 @@ class Stage:
         if self.recompute:
             saved.outputs = []
         return outputs
+
+    @contextmanager
+    def _reading_copies(self, saved: Saved) -> Iterator[None]:
+        """With copies of the buffers of modules in evaluation mode, where a later step may train in between:
+        batch norm's backward reads its statistics again, and autograd does not see that its forward in
+        training writes to them.
+        """
+        places = [
+            place for place, part in enumerate(self._buffer_modules) if self.stays and not part.training
+        ]
+        slots = [
+            (*self._buffer_slots[place], found)
+            for place in places
+            if (found := saved.buffers[place]) is not None
+        ]
+        lent = [(held, key, held[key], found, found.clone()) for held, key, found in slots]
+        for held, key, _, _, copied in lent:
+            held[key] = copied
+        try:
+            yield
+        finally:
+            for held, key, buffer, found, copied in lent:
+                if held[key] is copied:
+                    held[key] = buffer
+                    if not _alike(copied, found):  # by the forward
+                        buffer.data.copy_(copied)
 
     def run(self, saved: Saved) -> list[Any]:
         """The leaves that the module puts out, or the loss."""
@@ -422,10 +477,14 @@ class Stage:
         self._found = found
         return found
 
+    def _unlike(self, copies: Mapping[int, Tensor | None]) -> set[int]:
+        """The places of the buffers that differ from these copies."""
+        slots = enumerate(self._buffer_slots)
+        return {place for place, (held, key) in slots if not _alike(copies[place], held.get(key))}
+
     def changed_buffers(self, saved: Saved) -> dict[int, Tensor | None]:
         """Those that are no longer as a forward has found them, by place, with their values then."""
-        slots = enumerate(self._buffer_slots)
-        return {n: saved.buffers[n] for n, (own, key) in slots if not _alike(saved.buffers[n], own.get(key))}
+        return {place: saved.buffers[place] for place in self._unlike(saved.buffers)}
 
     def _repeat(self, saved: Saved) -> None:
         """The forward again, with the same random numbers and buffers; the buffers have had their update."""
@@ -452,6 +511,24 @@ class Stage:
         if not self.recompute:
             with self._as_forwarded(saved):
                 self._repeat(saved)
+
+
+def attributes(own: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes in a module's dictionary, without results that a forward has left there: these have a
+    graph, so no script has set them.
+    """
+    return {
+        key: value
+        for key, value in own.items()
+        if key not in _INTERNAL and not (isinstance(value, Tensor) and value.grad_fn is not None)
+    }
+
+
+def _assign(then: Attributes) -> None:
+    for own, values in then:
+        for key in attributes(own).keys() - values.keys():
+            del own[key]
+        own.update(values)
 
 
 def _has_class_weights(loss: Any) -> bool:
@@ -487,7 +564,7 @@ def _alike(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     kinds = [(tensor.dtype, tensor.device, tensor.layout) for tensor in (one, other)]
-    return kinds[0] == kinds[1] and one.layout is torch.strided and torch.equal(one, other)
+    return kinds[0] == kinds[1] and one.layout is torch.strided and (one.is_meta or torch.equal(one, other))
 
 
 def _is_flat(spec: Any, count: int) -> bool:

@@ -130,6 +130,7 @@ def _check_ignored(options: argparse.Namespace) -> None:
         (shape, not options.config, "--config decides it"),
         ("graph", options.config, "it belongs to --config"),
         (bundles, options.kind == "bundle", "it belongs to bundle"),
+        ("depth replicas schedule", options.kind != "bundle", "bundle decides it"),
         ("layers seconds layer_bytes", options.model == "paced", "it belongs to --model paced"),
     ):
         for name in names.split():

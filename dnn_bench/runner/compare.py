@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -108,6 +109,7 @@ VERSION = 1
 # until they have measured, searched a plan and tried it beside DDP's way: how many steps a search takes
 # depends on the processors that are free.
 SETTLE = {OURS: 1, ROUNDED: 40, LIMIT: 3}
+SETTLE_STEPS, SETTLE_SECONDS = 400, 300.0  # the most before it is timed although it searches still
 ENOUGH = 2  # repetitions before a slow peer is given up
 TRIES = 4  # of one measurement, as long as others on the physical machine disturb it
 MEMORY_SHARE = 0.8  # of the free memory; beyond it baselines are started one at a time
@@ -122,6 +124,19 @@ class Effort:
     warmup: int = 1
     trace: str = "all"  # "none", or "best": the fastest of ours and the fastest peer
     give_up: float | None = None  # a tuned peer that takes so many times the best one's time is timed no more
+
+
+def settled(ranks: RankSet, least: int) -> bool:
+    """Let ranks train at least so many iterations, until they search no plan; return whether they do not.
+
+    A few iterations at a time: ranks train equally many, whatever the time, and none takes long to answer.
+    """
+    begin, done, few = time.monotonic(), 0, max(least, 20)
+    while not all(ranks.call("settle", least if not done else 0, few)):
+        done += few
+        if done >= SETTLE_STEPS or time.monotonic() - begin > SETTLE_SECONDS:
+            return False
+    return True
 
 
 def compare(job: Job, place: Place, entries: Sequence[Baseline], effort: Effort) -> dict[str, Any]:
@@ -269,7 +284,7 @@ class Comparison:
             if row.reason:
                 row.status = WRONG
                 return
-        if (least := SETTLE.get(row.kind, 0)) and not all(ranks.call("settle", least)):
+        if (least := SETTLE.get(row.kind, 0)) and not settled(ranks, least):
             self._doubts.append(f"{row.name} was timed while its plan was still searched or tried")
 
     def _time(self, row: Row, ranks: RankSet) -> None:

@@ -116,10 +116,12 @@ def summarise(
 
 
 def fastest(rows: Sequence[Row], kind: str) -> Row | None:
-    """The row of this kind with the smallest median."""
+    """The row of this kind that is fastest within repetitions."""
     # One with a cheaper optimizer is no measure for the others.
     candidates = [row for row in rows if row.kind == kind and row.measured and not row.changes]
-    return min(candidates, key=lambda row: statistics.median(row.times), default=None)
+    # All are compared with one that has been timed in every repetition.
+    longest = max(candidates, key=lambda row: len(row.repetitions), default=None)
+    return min(candidates, key=lambda row: paired_ratio(row, longest) or 0.0, default=None)
 
 
 def split(row: Row, local: Row | None, floor: Row | None) -> dict[str, float | None]:

@@ -392,20 +392,23 @@ class Cluster:
         level = self.level(*sorted((self._device(rank), self._device(peer))))
         return level.alpha + level.beta * size
 
-    def collective(self, kind: Kind, ranks: Sequence[int], size: float) -> float:
+    def collective(self, kind: Kind, ranks: Sequence[int], size: float, inside: float = 1.0) -> float:
         """Seconds of an RS or AG of ``size`` bytes as in ``exchange``, or of an AR, which masters make."""
-        return self.exchange([self._device(rank) for rank in ranks], kind is not Kind.AR).cost(kind, size)
+        devices = [self._device(rank) for rank in ranks]
+        return self.exchange(devices, kind is not Kind.AR, inside).cost(kind, size)
 
-    def exchange(self, devices: Sequence[int], tiers: bool = True) -> Link:
+    def exchange(self, devices: Sequence[int], tiers: bool = True, inside: float = 1.0) -> Link:
         """The cost of an RS or AG among these devices: a ring at the speed of the widest level they span, or
         with ``tiers`` two tiers, if they are several of each of several hosts and as many of each.
+        ``inside``: bytes that two tiers move inside a host for each byte of the message between hosts.
         """
         first, widest = self.levels[0], self.level(min(devices), max(devices))
         if tiers and widest is not first:
             hosts = Counter(device // first.ranks for device in devices)
             each = len(devices) // len(hosts)
             if each > 1 and set(hosts.values()) == {each}:
-                return _tiers([replace(first, ranks=each), replace(widest, ranks=len(hosts))], len(devices))
+                level = replace(first, ranks=each, beta=first.beta * inside)
+                return _tiers([level, replace(widest, ranks=len(hosts))], len(devices))
         return ring([widest], len(devices))
 
     def _device(self, rank: int) -> int:

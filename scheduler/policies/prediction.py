@@ -29,12 +29,20 @@ class Prediction:
     ddp_exposed: float
 
 
-def predict(program: Program, profile: Profile, link: Link, dense: Profile | None = None) -> Prediction:
+def predict(
+    program: Program,
+    profile: Profile,
+    link: Link,
+    dense: Profile | None = None,
+    uncompressed: Link | None = None,
+) -> Prediction:
     """Return the simulated times of ``program``, and of DDP on the same profile and link.
 
-    ``dense``: the profile with the bytes that DDP sends, where ``program`` sends fewer.
+    ``dense``: the profile with the bytes that DDP sends, where ``program`` sends fewer. ``uncompressed``: the
+    link for gradients in their own type, where those of ``program`` travel in another.
     """
-    ours, ddp = simulate(program, profile, link), simulate_ddp(dense or profile, link, program.ranks)
+    ours = simulate(program, profile, link)
+    ddp = simulate_ddp(dense or profile, uncompressed or link, program.ranks)
     bound = lower_bound(profile, link, gather=program.gather, early_step=program.early_step)
     return Prediction(ours.period, ours.exposed, ours.link_utilisation, bound, ddp.period, ddp.exposed)
 
@@ -60,8 +68,8 @@ def simulate_ddp(profile: Profile, link: Link, ranks: int, slowdown: float = 0.0
 # -- plans and predictions in a child process ----------------------------------------------------------------
 
 # A training process should not keep the 120 MB that numba takes. The parent pickles ("plan", profile, link,
-# policy, options) or ("predict", program, profile, link, dense) to stdin. The answer on stdout is a pickled
-# ``Program``, ``Prediction`` or ``ValueError``.
+# policy, options) or ("predict", program, profile, link, dense, uncompressed) to stdin. The answer on stdout
+# is a pickled ``Program``, ``Prediction`` or ``ValueError``.
 
 
 def serve() -> None:

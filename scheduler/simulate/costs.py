@@ -113,7 +113,10 @@ class Durations:
             pieces, layers = self.program.buckets[action.index].pieces, self.profile.layers
             size = sum(layers[piece.layer].moved(action.kind, piece.bytes) for piece in pieces)
             if isinstance(self.wires, Cluster):
-                return self.wires.collective(action.kind, members, size)
+                # Two tiers add whole gradients inside a host, whatever travels between hosts.
+                whole = sum(layers[piece.layer].grad_share * piece.bytes for piece in pieces)
+                more = max(1.0, whole / size) if size and action.kind is not Kind.AG else 1.0
+                return self.wires.collective(action.kind, members, size, more)
             return named_link(self.wires, LINK_LANE).cost(action.kind, size)
         if action.kind in RECVS:
             return 0.0

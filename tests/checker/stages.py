@@ -9,9 +9,18 @@ dicts), types, a schedule with its mesh and micro-batches, and actions between s
 differently, get only their rows, meet a batch that is too short, or stop before the others.
 
 One process computes each replica's rows of each micro-batch with the weight versions that the program names.
-Three habits follow rules of pipelines, and the process does, too: each forward of a stage draws from a
+Four habits follow rules of pipelines, and the process does, too: each forward of a stage draws from a
 generator of its own, batch statistics are those of a replica's rows, and stages begin with the weights of
 their first rank. Ranks that are threads share torch's generator: there, nothing draws.
+
+The fourth is for actions of a script while micro-batches are in flight. Each call of ``step()`` runs some
+forwards of several steps' batches; ``Calls`` reads off the program which call runs which forward.
+
+- A forward finds the attributes, modes and buffers that the script had left at its call; its backward, and a
+  repeated forward within that, find those, too.
+- A write through ``parameters()`` before a call changes the newest weights, those that the stage's last step
+  made: for forwards of this version from that call on, and for the next step. Forwards before it, and of
+  older versions, keep what they had.
 """
 
 from __future__ import annotations
@@ -23,6 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +49,7 @@ from commsched.pipeline.random_state import drawing_at
 from commsched.pipeline.rows import border, cut
 from commsched.pipeline.update import made_by
 from scheduler.ir.actions import Kind
-from scheduler.ir.program import COMPUTE_LANE, Program, unroll
+from scheduler.ir.program import COMPUTE_LANE, Program, reach, unroll
 from tests.checker import command
 from tests.support.pipeline_runs import adam, loss_of, momentum, on_threads, sgd, stage_of_tensors
 from tests.support.rounding import rounding
@@ -140,7 +150,7 @@ class Block(nn.Module):
         if kind == "summed":
             return torch.tanh(self.linear(x)) + 0.1 * self.summed.sum()
         if kind == "unsaved buffer":
-            return torch.tanh(self.linear(x)) + self.shift
+            return torch.tanh(self.linear(x) + self.shift)
         if kind == "buffer":
             self.calls.add_(1)
             return torch.tanh(self.linear(x))
@@ -234,6 +244,10 @@ SYNCHRONOUS = ["gpipe", "1f1b", "1f1b", "interleaved", "zero_bubble"]
 DELAYED = ["2bw", "pipedream", "wpipe"]
 BETWEEN = [
     "attribute", "evaluate", "state", "load", "checkpoint", "drain", "change", "too short", "draw", "compile",
+    "mode", "buffer",
+]  # fmt: skip
+IN_FLIGHT = [
+    *["attribute", "mode", "buffer", "change"] * 2, "evaluate", "state", "checkpoint", "drain", "too short",
 ]  # fmt: skip
 TYPES = {
     "float64": torch.float64,
@@ -322,10 +336,11 @@ def draw(seed: int) -> Case:
     # Batch norm needs two rows.
     least = replicas * micro * (2 if any(kind in NORMS for kind in kinds) else 1)
     rows = [dice.randint(least, least + 8) for _ in range(dice.randint(2, 6))]
-    # A step's action before it; those that change the model need a pipeline that is empty.
-    actions = [dice.choice([""] * 3 + BETWEEN) for _ in rows]
-    if late:
-        actions = [a if a in ("", "evaluate", "state", "checkpoint", "too short") else "" for a in actions]
+    # A step's action before it. "load" needs a pipeline that is empty.
+    actions = [dice.choice([""] * 3 + (IN_FLIGHT if late else BETWEEN)) for _ in rows]
+    if style == "layer drop" or style.startswith("checkpointed"):
+        # What crosses a cut would have a gradient in some steps only, or the schedule moves the statistics.
+        actions = ["attribute" if action == "mode" else action for action in actions]
     stops = None
     if stages * replicas > 1 and dice.random() < 0.03:
         stops = dice.randrange(stages * replicas), dice.randrange(1, len(rows))
@@ -371,10 +386,43 @@ def change(parameters: Iterable[nn.Parameter]) -> None:
             parameter.mul_(0.8)
 
 
-def set_attribute(model: nn.Module, number: int) -> None:
-    for part in model.modules():
-        if isinstance(part, (Block, Loop)):
-            part.tau = 1.0 + 0.1 * number
+@dataclass(frozen=True)
+class Setting:
+    """What a script leaves in a model. ``shift``: of blocks that have such a buffer (None: as it began)."""
+
+    tau: Any = 1.0
+    shift: float | None = None
+    training: bool = True
+
+    def after(self, action: str, number: int, compiles: bool) -> Setting:
+        """What an action before step ``number`` makes of it. Compiled code has few forms for attributes."""
+        if action == "attribute":
+            tau = 1.0 + 0.1 * number
+            return replace(self, tau=tau if number % 2 or compiles else torch.tensor(tau))
+        if action == "mode":
+            return replace(self, training=not self.training)
+        return replace(self, shift=0.1 * number) if action == "buffer" else self
+
+    def leave_in(self, part: nn.Module, action: str = "", number: int = 0) -> None:
+        """Leave it in a block or in the whole: all, or what an action has changed before step ``number``."""
+        if action in ("", "attribute"):
+            part.tau = self.tau
+        if action in ("", "mode"):
+            part.train(self.training)
+        shift = getattr(part, "shift", None)
+        if self.shift is not None and isinstance(shift, Tensor) and action in ("", "buffer"):
+            if number % 2:
+                shift.fill_(self.shift)
+            else:
+                part.shift = torch.full_like(shift, self.shift)
+
+
+def settings_of(case: Case) -> list[Setting]:
+    """What the script has left in the model when each step begins."""
+    found = [Setting()]
+    for number, (_, action) in enumerate(case.steps):
+        found.append(found[-1].after(action, number, case.compiles))
+    return found[1:]
 
 
 # -- both sides ----------------------------------------------------------------------------------------------
@@ -426,6 +474,46 @@ class Draws:
         torch.set_rng_state(self.outside)
 
 
+class Calls:
+    """Which call of ``step()`` runs a forward, which weights it has, and which weights a script can write to.
+
+    Periods, versions and calls are numbers of steps of the whole run; a pipeline that has been drained counts
+    from 0 again. Draining runs what is left, with what the script has left at the last call.
+    """
+
+    def __init__(self, program: Program, case: Case) -> None:
+        starts = [0, *(n for n, (_, action) in enumerate(case.steps) if n and action == "drain")]
+        self._runs = list(zip(starts, [*starts[1:], len(case.steps)], strict=True))
+        self._versions = {start: version_map(program, end - start) for start, end in self._runs}
+        _, self._ahead = reach(program.kernel)
+        self._forward: dict[tuple[int, int], int] = {}
+        self._step: dict[int, int] = {}
+        for action in (action for lanes in program.kernel for action in lanes[COMPUTE_LANE]):
+            assert action.stage is not None
+            if action.kind is Kind.F:
+                self._forward[action.stage, action.index] = action.shift
+            elif action.kind is Kind.STEP:
+                self._step[action.stage] = action.shift
+
+    def run_of(self, number: int) -> tuple[int, int]:
+        """The first step between two drains, and the one after the last."""
+        return next((start, end) for start, end in self._runs if start <= number < end)
+
+    def version(self, stage: int, micro: int, period: int) -> int:
+        start, _ = self.run_of(period)
+        return start + self._versions[start][stage, micro, period - start]
+
+    def call(self, stage: int, micro: int, period: int) -> int:
+        """An action of shift k belongs to iteration period - k, and the first call runs iteration -ahead."""
+        _, end = self.run_of(period)
+        return min(period - self._forward[stage, micro] + self._ahead, end - 1)
+
+    def newest(self, stage: int, call: int) -> int:
+        """The version that a stage's last step has made before a call."""
+        start, _ = self.run_of(call)
+        return max(start, call - self._ahead + self._step[stage])
+
+
 class Plain:
     """One process. ``losses``: of the steps; ``evaluated``: the losses of evaluations.
 
@@ -438,7 +526,8 @@ class Plain:
         assert layout is not None
         self.case, self.layout, self.trail = case, layout, trail
         self.parts, self.replicas = layout.microbatches, layout.replicas(0)
-        self.versions = version_map(program, len(case.steps))
+        self.calls, self.settings = Calls(program, case), settings_of(case)
+        self.changes = [number for number, (_, action) in enumerate(case.steps) if action == "change"]
         self.order = summing_order(program, len(case.steps))
         first = model_of(case)
         self.owner = stage_of_tensors(layout.cuts, model_of(case), batches_of(case)[0][0])
@@ -448,10 +537,12 @@ class Plain:
                 tensor.copy_(by_rank[layout.members(self.owner.get(name, 0))[0]][name])
         self.models = [copy.deepcopy(first) for _ in range(self.replicas)]  # each has its own statistics
         self.newest = {name: nn.Parameter(p.detach().clone()) for name, p in first.named_parameters()}
-        self.history = [self._copied()]
         masters = case.types.endswith("masters")
         self.stepped = {n: nn.Parameter(p.detach().float()) if masters else p for n, p in self.newest.items()}
         self.stepper = made_by(OPTIMIZERS[case.optimizer], self.stepped, {})
+        # By version and name: the weights, and the call from which on they hold.
+        self.history: list[dict[str, list[tuple[int, Tensor]]]] = []
+        self._keep()
         self.losses: list[float] = []
         self.evaluated: list[float] = []
         self.generators = [
@@ -460,28 +551,45 @@ class Plain:
         ]
         self.drained = 0  # the period in which the pipeline was empty and began to count again
         self.forwards: Counter[tuple[int, int]] = Counter()
-        self.draws = [Draws(self._stages_of_blocks(model)) for model in self.models] if case.draws else []
+        self.blocks = [self._stages_of_blocks(model) for model in self.models]
+        self.draws = [Draws(blocks) for blocks in self.blocks] if case.draws else []
         self.wrong = ""
+        if case.style != "sequential":
+            for model, blocks in zip(self.models, self.blocks, strict=True):
+                for block in blocks:
+                    block.register_forward_pre_hook(partial(as_in_stage, model))
 
     def _stages_of_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
         names = {part: name for name, part in model.named_modules() if isinstance(part, Block)}
         return {part: self.owner[f"{name}.linear.weight"] for part, name in names.items()}
+
+    def _keep(self) -> None:
+        """Add the newest weights to the history, and what a script writes to them until the next step."""
+        version, kept = len(self.history), {name: [(0, value)] for name, value in self._copied().items()}
+        for call in self.changes:
+            mine = [n for n in kept if self.calls.newest(self.owner.get(n, 0), call) == version]
+            if mine:
+                change(self.newest[name] for name in mine)
+                if self.stepped.keys() and self.stepped is not self.newest:
+                    self._take(self._copied())
+                for name in mine:
+                    kept[name].append((call, self.newest[name].detach().clone()))
+        self.history.append(kept)
+
+    def _weight(self, name: str, micro: int, period: int) -> Tensor:
+        place = self.owner.get(name, 0), micro, period
+        kept, call = self.history[self.calls.version(*place)][name], self.calls.call(*place)
+        return [weight for since, weight in kept if since <= call][-1]
 
     def _copied(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.newest.items()}
 
     def run(self) -> dict[str, Tensor]:
         for period, ((rows, action), batch) in enumerate(zip(self.case.steps, batches_of(self.case))):
-            if action == "attribute":
-                for model in self.models:
-                    set_attribute(model, period)
-            elif action == "evaluate":
-                self.evaluated.append(self._evaluate(*batch))
-            elif action == "change":
-                change(self.newest.values())
-                if self.stepped.keys() and self.stepped is not self.newest:
-                    self._take(self._copied())
-                self.history[-1] = self._copied()
+            if action == "evaluate":
+                self.evaluated.append(self._evaluate(period, *batch))
+            elif action == "load":
+                self._share_statistics()
             elif action == "drain":
                 self.drained = period
             elif action == "draw":
@@ -502,22 +610,32 @@ class Plain:
     def _share(self, span: tuple[int, int], rows: int, targets: Tensor) -> float:
         return 1 / float(terms_of(targets)) if self.case.weighted else (span[1] - span[0]) / rows
 
-    def _evaluate(self, inputs: Any, targets: Tensor) -> float:
-        """The mean loss with the first replica's statistics, which all have from then on."""
-        total, loss = 0.0, weighted_loss if self.case.weighted else loss_of
-        for model in self.models:
-            with torch.no_grad():
+    def _share_statistics(self) -> None:
+        with torch.no_grad():
+            for model in self.models:
                 for mine, theirs in zip(model.buffers(), self.models[0].buffers()):
                     mine.copy_(theirs)
-            model.eval()
+
+    def _evaluate(self, period: int, inputs: Any, targets: Tensor) -> float:
+        """The mean loss with the first replica's statistics; other replicas keep what they have."""
+        total, loss = 0.0, weighted_loss if self.case.weighted else loss_of
+        kept = [[buffer.clone() for buffer in model.buffers()] for model in self.models[1:]]
+        for model, blocks in zip(self.models, self.blocks, strict=True):
+            for block in blocks:
+                replace(self.settings[period], training=False).leave_in(block)
+            model.training = False
+        self._share_statistics()
         weights = dict(self.newest)
         for _, replica, span in self._parts(len(targets)):
             placed, named = arguments(cut(inputs, span))
             with torch.no_grad():
                 output = functional_call(self.models[replica], weights, placed, named)
                 total += float(loss(output, cut(targets, span))) * self._share(span, len(targets), targets)
+        for model, values in zip(self.models[1:], kept, strict=True):
+            for buffer, value in zip(model.buffers(), values, strict=True):
+                buffer.copy_(value)
         for model in self.models:
-            model.train()
+            model.train(self.settings[period].training)
         return total
 
     @contextmanager
@@ -551,12 +669,9 @@ class Plain:
         total, loss = 0.0, weighted_loss if self.case.weighted else loss_of
         found: dict[tuple[int, int], dict[str, Tensor | None]] = {}
         for micro, replica, span in self._parts(rows):
-            used = {
-                name: self.history[self.versions[self.owner.get(name, 0), micro, period]][name]
-                .clone()
-                .requires_grad_()
-                for name in self.newest
-            }
+            used = {name: self._weight(name, micro, period).clone().requires_grad_() for name in self.newest}
+            for block, stage in self.blocks[replica].items():
+                self.settings[self.calls.call(stage, micro, period)].leave_in(block)
             placed, named = arguments(cut(inputs, span))
             weights = {f"model.{name}": value for name, value in used.items()}
             backward = Backward(self.models[replica], list(used), loss)
@@ -579,7 +694,7 @@ class Plain:
         if self.trail:
             self._compare(period, before, self.trail[period])
             self._take(self.trail[period])
-        self.history.append(self._copied())
+        self._keep()
 
     def _compare(self, period: int, before: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         """Note weights that differ by more than one rounding of the weights, and of values in the step.
@@ -605,6 +720,11 @@ class Plain:
                 master = self.stepped[name]
                 if master is not p:
                     master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
+
+
+def as_in_stage(model: nn.Module, block: nn.Module, args: Any) -> None:
+    """A forward pre-hook of a block: the code around it runs in its stage."""
+    model.tau, model.training = block.tau, block.training
 
 
 def summing_order(program: Program, periods: int) -> dict[tuple[int, int], list[int]]:
@@ -679,6 +799,7 @@ def train_rank(case: Case, model: nn.Module, rank: int, new_fabric: Callable[[],
     outcome = Outcome(pipeline.program)
     if case.draws:
         torch.manual_seed(case.seed + (rank if case.apart else 0))
+    settings = settings_of(case)
 
     def step(batch: tuple[Any, Tensor]) -> None:
         if case.local:
@@ -698,8 +819,10 @@ def train_rank(case: Case, model: nn.Module, rank: int, new_fabric: Callable[[],
             if case.stops == (rank, period):
                 pipeline.close()
                 return outcome
-            if action == "attribute":
-                set_attribute(model, period)
+            if action in ("attribute", "mode", "buffer"):
+                for part in model.modules():
+                    if isinstance(part, (Block, Loop)):
+                        settings[period].leave_in(part, action, period)
             elif action == "evaluate":
                 loss = pipeline.evaluate(batch)
                 if not pipeline.in_flight:

@@ -38,7 +38,8 @@ FUSE = ["off", "off", 2, 3, 8, "auto"]
 LARGEST, MOST_ROWS = 24, 3  # pixels along a dimension, samples of a batch
 ACTIONS = [
     "evaluate", "inference mode", "load", "save and load", "average", "go on with a copy", "freeze",
-    "attribute", "forward without backward", "forward that raises", "shard again",
+    "attribute", "forward without backward", "forward that raises", "shard again", "mode", "write weights",
+    "write buffers", "learning rate", "hook",
 ]  # fmt: skip
 CLEARS = ["optimizer", "model", "zeros", "by hand"]
 TIMEOUT, STOPPED_TIMEOUT = 60.0, 3.0  # seconds; the second of ranks that wait for one that has stopped
@@ -321,6 +322,19 @@ class Script:
             for part in self.model.modules():
                 if isinstance(part, Layer):
                     part.tau = 1.0 + 0.1 * number
+        elif action == "mode":
+            self.model.train(not self.model.training)
+        elif action in ("write weights", "write buffers"):
+            values = self.model.parameters() if action == "write weights" else self.model.buffers()
+            with torch.no_grad():
+                for value in values:
+                    if value.is_floating_point():
+                        value.mul_(0.8)
+        elif action == "learning rate":
+            for group in self.stepper.param_groups:
+                group["lr"] *= 0.5
+        elif action == "hook":
+            next(self.model.children()).register_forward_hook(lambda module, args, output: output * 0.9)
         elif action == "forward without backward":
             self.show(where, self.model(self.image(x)))
         elif action == "forward that raises":

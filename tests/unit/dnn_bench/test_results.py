@@ -71,6 +71,13 @@ def test_ratios_are_paired_so_that_drift_cancels() -> None:
     assert paired_ratio(row("a", 1.0), None) is None
 
 
+def test_the_best_peer_is_the_fastest_within_repetitions() -> None:
+    """The one that was given up after two repetitions, of which the second was slow, had a larger median."""
+    ours = row("auto", 1.0, 10.0, kind="commsched")
+    rows = [row("ddp", 2.0, 20.0, 2.0, 2.0), row("ddp_4mb", 1.5, 15.0), ours]
+    assert by_name(rows)["auto"]["best_peer"] == "ddp_4mb"
+
+
 def test_the_best_peer_is_no_limit_and_none_of_ours() -> None:
     rows = [
         row("local", 0.1, kind="limit"),

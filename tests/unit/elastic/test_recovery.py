@@ -64,6 +64,52 @@ def test_a_lost_rank(driver):
     assert state.calls == ["sync", "call", "restore", "forget_host_updates", "on_reset", "sync", "call"]
 
 
+@pytest.fixture
+def output(monkeypatch):
+    """This process's output, a pipe: its reader and its writer."""
+    reader, writer = os.pipe()
+    monkeypatch.setattr(recovery, "OUTPUTS", (writer,), raising=False)
+    yield reader, writer
+    os.close(writer)
+
+
+@pytest.mark.parametrize("prints", ["before the others go on without it", "later"])
+def test_output_that_nobody_reads(driver, output, prints):
+    """A process that was cut off from horovodrun ended at its next print, with the newest state."""
+    hvd.init()
+    (reader, writer), state, calls = output, Recorded(), []
+
+    @hvd.elastic.run
+    def function(state):
+        calls.append("call")
+        os.write(writer, b"a line")
+        if len(calls) == 1:
+            os.close(reader)
+            if prints == "later":
+                raise hvd.CommError("rank 1 died")
+            os.write(writer, b"a line")
+
+    function(state)
+    assert len(calls) == 2 and len(driver) == 1
+    assert state.calls == ["sync", "restore", "forget_host_updates", "on_reset", "sync"]
+
+
+def test_an_error_of_the_system_with_output_that_is_read_ends_the_function(driver, output):
+    hvd.init()
+    with pytest.raises(BrokenPipeError):
+        failing(BrokenPipeError())(Recorded(), 5)
+    assert driver == []
+    os.close(output[0])
+
+
+def test_output_that_nobody_reads_under_another_launcher(output):
+    """Nobody begins an epoch there: Python's rule holds."""
+    hvd.init()
+    os.close(output[0])
+    with pytest.raises(BrokenPipeError):
+        failing(BrokenPipeError())(Recorded(), 5)
+
+
 def test_hosts_were_added(driver):
     hvd.init()
     state = Recorded()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch import nn
 import commsched as hvd
 from commsched.backends import cpu
 from commsched.backends.cpu import EngineBackend
+from commsched.optimizer import planner as planner_module
 from commsched.optimizer.buckets import shares_by_host
 from commsched.optimizer.planner import Model, Options, Planner, TimedLink
 from commsched.optimizer.session import STAY
 from dnn_bench.emulate import OneProcess, emulated_backend, emulated_ranks
-from scheduler.ir.link import Link
+from scheduler.ir.link import Link, TwoTierLink
 from tests.unit.backends.test_transport_choice import job, on
 
 BURST = 256 << 10
@@ -168,6 +170,51 @@ def test_the_rate_of_buckets_counts_where_small_messages_were_faster() -> None:
     refined = timed.refined([*by_rank, []])
     assert refined.beta == pytest.approx(4e-8, rel=1e-3)
     assert timed.refined([]) == timed.link
+
+
+class Tiers(Timed):
+    """Two hosts of two ranks: as many seconds for each byte that moves inside a host as between hosts."""
+
+    name = "tiers"
+
+    def tier_seconds(self, sizes: Any) -> list[tuple[float, float]]:
+        return [(1e-5 + 1e-9 * inside, 1e-5 + 4e-9 * between) for inside, between in sizes]
+
+
+@pytest.mark.parametrize(
+    ("shares", "inside", "between"),
+    [
+        pytest.param((1.0, 1.0), 1.0, 1.0, id="own type"),
+        pytest.param((0.5, 0.5), 0.75, 0.5, id="bfloat16"),  # the ranks of a host add whole gradients
+        pytest.param((0.5, 1.0), 1.0, 0.75, id="bfloat16, parameters are gathered"),
+        pytest.param((0.25, 0.25), 0.625, 0.25, id="int8"),
+    ],
+)
+def test_gradients_in_other_types_and_in_their_own(
+    shares: tuple[float, float], inside: float, between: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rates are per own byte. Predictions of DDP had those of compressed messages, which it does not send."""
+    backend: Any = Tiers()
+    monkeypatch.setattr(planner_module, "hosts_of", lambda process_set: [0, 0, 1, 1])
+    backend.ranks = SimpleNamespace(size=4, process_set=None, all_values=lambda values: [values])
+    timed = TimedLink(backend, 4 * LARGE, shares)
+    link, plain = timed.link, timed.uncompressed(timed.link)
+    assert isinstance(link, TwoTierLink) and isinstance(plain, TwoTierLink)
+    assert link.inside.beta == pytest.approx(inside * 1e-9, rel=1e-2)
+    assert link.between.beta == pytest.approx(between * 4e-9, rel=1e-2)
+    assert (plain.inside.beta, plain.between.beta) == pytest.approx((1e-9, 4e-9), rel=1e-2)
+    assert plain.as_ring().beta == pytest.approx(3 / 4 * 2 * 4e-9, rel=1e-2)
+    flat = TimedLink(Timed(), 4 * LARGE, shares)  # type: ignore[arg-type]
+    assert flat.uncompressed(flat.link).beta == pytest.approx(1e-9, rel=1e-2)
+
+
+def test_the_prediction_of_ddp_does_not_depend_on_compression() -> None:
+    plain, packed = (planner(Timed(), LARGE, wire=wire) for wire in (None, torch.bfloat16))
+    assert packed.link.beta == pytest.approx(plain.link.beta / 2, rel=1e-3)
+    one, other = plain.first([0]), packed.first([0])
+    other = replace(other, program=one.program, profile=one.profile)  # of the same compute
+    assert other.prediction.ddp_period == pytest.approx(one.prediction.ddp_period, rel=1e-2)
+    assert other.prediction.period < 0.8 * one.prediction.period
 
 
 def test_another_backend_is_timed_even_with_the_same_ranks() -> None:

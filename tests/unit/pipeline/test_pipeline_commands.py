@@ -299,6 +299,9 @@ def test_a_plan_tells_its_schedule(tmp_path: Path) -> None:
         ("--config conf.json --num-data-parallel 2", "--num-data-parallel: --config decides it"),
         ("--graph gpus=4.txt", "--graph: it belongs to --config"),
         ("--world-size 2", "--world-size: it belongs to bundle"),
+        ("bundle --num-hp 2 --depth 4", "--depth: bundle decides it"),
+        ("bundle --num-data-parallel 2", "--num-data-parallel: bundle decides it"),
+        ("bundle --schedule gpipe", "--schedule: bundle decides it"),
         ("--model mlp_tiny --layers 12", "--layers: it belongs to --model paced"),
     ],
 )

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from comm_core import EngineError
 from commsched.errors import CommError
 from commsched.pipeline import Chain, Pipeline, ThreadWorld
-from commsched.pipeline.messages import to_host
+from commsched.pipeline.messages import ThreadFabric, to_host
 from scheduler.ir.link import Cluster, Link
 from scheduler.ir.profile import Layer, Profile
 from scheduler.pipelines import generate
@@ -295,6 +295,28 @@ def test_arguments_that_others_decide(tmp_path: Any) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             on_threads(2, lambda fabric, given=given: make(fabric, **given))
+
+
+def test_what_one_stage_is_refused_every_rank_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of other stages went on, and told of a lost rank in the first step."""
+    made = ThreadFabric.transport
+    reason = "transport='tiers' is not possible: ranks 2 and 3 share no memory"
+
+    def transport(fabric: ThreadFabric, name: str, ranks: Any) -> Any:
+        if name == "stage 1":
+            raise CommError(reason)
+        return made(fabric, name, ranks)
+
+    monkeypatch.setattr(ThreadFabric, "transport", transport)
+
+    def work(fabric: Any) -> str:
+        with pytest.raises(CommError) as raised:
+            make(fabric, mesh=(2, 2))
+        return str(raised.value)
+
+    said = on_threads(4, work)
+    told = f"rank 2 cannot exchange with the replicas of its stage: {reason}"
+    assert said == [told, told, reason, reason]
 
 
 class Branches(nn.Module):

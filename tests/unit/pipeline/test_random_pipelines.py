@@ -78,6 +78,45 @@ FOUND = [
         "options": REPLICAS | {"bucket_bytes": 128},
         "steps": ((8, ""), (8, "compile"), (8, ""), (8, "")),
     },
+    # A backward that repeats a forward read tensors that a script had set since, attributes that it had set
+    # for the first time, and in checkpointed blocks buffers that it had written; so did resuming.
+    *(
+        {
+            "kinds": ("plain",) * 4, "style": style, "options": PIPEDREAM | {"recompute": again}, "size": 4,
+            "steps": ((8, ""), (8, ""), *((8, "attribute"),) * 2, (8, then), (8, ""), (8, "")),
+        }
+        for style, again, then in (
+            ("checkpointed", False, ""), ("list", True, ""), ("list", False, "checkpoint"),
+            ("attribute", True, "drain"),
+        )
+    ),
+    *(
+        {
+            "kinds": ("unsaved buffer",) * 4, "style": style, "size": 4,
+            "options": PIPEDREAM | {"recompute": again},
+            "steps": ((8, ""), (8, ""), (8, "buffer"), (8, "buffer"), (8, then), (8, ""), (8, "")),
+        }
+        for style, again, then in (
+            ("checkpointed", False, ""), ("checkpointed", False, "checkpoint"), ("list", True, ""),
+            ("checkpointed", False, "evaluate"),
+        )
+    ),
+    # A buffer of which a stage knows only the shape has no values to compare.
+    {"style": "constant", "options": PLAIN.options | {"recompute": True}},
+    # Modes, numbers and weights that a script changes while micro-batches are in flight. The backward of a
+    # forward in evaluation mode read statistics to which later forwards, in training, had written.
+    *(
+        {
+            "kinds": ("plain", "batch norm", "plain", "norm"), "style": style, "options": options, "size": 4,
+            "steps": tuple((8, then) for then in ("", "change", "mode", "change", "attribute", "mode", "")),
+        }
+        for style in ("attribute", "trained or not")
+        for options in (
+            PIPEDREAM | {"recompute": True},
+            {"schedule": "2bw", "mesh": (2, 2), "num_microbatches": 2},
+            {"schedule": "wpipe", "mesh": (2, 2), "num_microbatches": 2},
+        )
+    ),
 ]  # fmt: skip
 
 

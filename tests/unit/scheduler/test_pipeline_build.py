@@ -17,6 +17,7 @@ from scheduler.ir.profile import Layer, Profile
 from scheduler.ir.program import Program, depth, unroll
 from scheduler.pipelines import Layout, build, delays, generate
 from scheduler.pipelines.schedules import bundle_ranks, by_stage, flushed
+from scheduler.simulate.costs import Durations
 from scheduler.simulate.lowering import lower_pipeline
 from scheduler.simulate.simulator import run
 from scheduler.validate import validate
@@ -200,6 +201,7 @@ def test_messages_cost_what_their_level_costs() -> None:
     assert cluster.collective(Kind.AR, (0, 1, 2, 3), 8.0) == 2 * 60.0
     # In two tiers half of the bytes leave each host; this message is one segment, and halves wait inside.
     assert cluster.collective(Kind.RS, (0, 1, 2, 3), 8.0) == 40.0 + 4.0
+    assert cluster.collective(Kind.RS, (0, 1, 2, 3), 8.0, inside=40.0) == 160.0 + 40.0
     assert cluster.collective(Kind.RS, (0, 2), 8.0) == 40.0
     assert cluster.collective(Kind.RS, (0, 1, 2), 8.0) == pytest.approx(160 / 3)
     assert cluster.at((0, 2, 1, 3)).collective(Kind.AG, (0, 2, 3), 8.0) == pytest.approx(160 / 3)
@@ -225,3 +227,14 @@ def test_importing_programs_loads_no_generator() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "scheduler.ir.layout" in loaded
     assert "scheduler.pipelines.build" not in loaded
+
+
+def test_replicas_add_whole_gradients_inside_their_hosts() -> None:
+    """An RS of int8 was simulated as if quarters of the gradients moved inside the hosts, too."""
+    profile = Profile("int8", (Layer("0", 1.0, 2.0, 100, rs_share=0.25),))
+    program = generate("1f1b", 1, 1, replicas=4, profile=profile)
+    cluster = Cluster((Level(2, 0.0, 1.0), Level(2, 0.0, 2.0)))
+    durations = Durations(program, profile, cluster)
+    seconds = {a.kind: durations.seconds(0, a) for a in program.kernel[0]["link"]}
+    # Half of the bytes on each wire: 100 inside and 25 between; all is one segment, which waits for both.
+    assert seconds == {Kind.RS: 50.0 + 25.0, Kind.AG: 100.0 + 50.0}
