@@ -1,17 +1,24 @@
-"""Channels that exchange buffers between ranks: of processes, of threads, or of one rank alone."""
+"""Channels that exchange buffers between ranks: of processes, of threads, or of one rank alone.
+
+They read host memory; `Staging` copies between that and a device.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 from zlib import crc32
 
+import torch
 from torch import Tensor
 
 from comm_core import EngineError, MessageChannel, PendingMessages, Traffic
+from commsched.devices import Device, Event, device_of
 from commsched.errors import CommError
 
 Parcel = tuple[int, Tensor]  # (peer, contiguous buffer)
@@ -70,6 +77,151 @@ class SilentChannel:
         return Complete()
 
 
+class Staging:
+    """Copies between a device and host memory, where messages travel, beside the device's computation.
+
+    [Note: who waits for whom]
+    The thread that computes waits for no copy. Another thread, the sender, waits for the mark that ends a
+    copy out and then starts the message, so messages leave in the order in which they are handed over. It
+    does not wait for what the other ranks do, and so ends as soon as this rank's device gets there::
+
+        current stream   F0 * (o0 waits)      F1 (waits for i1) ...
+        out stream            o0 *
+        sender                    sees *, starts the message
+        in stream                                 i1 *       once the host has the other rank's message
+
+    Memory: what is copied out must live until the out stream is done (``Device.uses``), and so must what was
+    copied in until the current stream is. Pinned memory is held until its message has left; torch's allocator
+    lets copies end before it gives that memory on.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device, self._into = device, device.stream()
+        self._sender = ThreadPoolExecutor(1, "commsched-sender")
+
+    def send(self, buffers: Sequence[Tensor], start: Callable[[list[Tensor]], Pending]) -> Pending:
+        """Call ``start`` with copies of the buffers in host memory. Those that are there already stay."""
+        outgoing, end = self._copied_out(buffers)
+        return _Handed(self._sender.submit(self._hand_over, end, start, outgoing))
+
+    def copy_out(self, copies: Sequence[tuple[Tensor, Tensor]], then: Callable[[], None]) -> Future[Event]:
+        """Copy each first tensor to the second one in pinned memory, and call ``then`` when that is done.
+
+        Returns, once it has been called, the mark that ends the copies. The caller keeps the first ones until
+        it has waited for that.
+        """
+        device = self.device
+        device.wait(device.comm, device.record(device.current()))
+        with device.on(device.comm), torch.no_grad():
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
+        end = device.record(device.comm)
+
+        def hand_over() -> Event:
+            device.synchronize(end)
+            then()
+            return end
+
+        return self._sender.submit(hand_over)
+
+    def host_zeros(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.device.host_empty((length,), dtype).zero_()
+
+    def bring(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies on the device of what has arrived; the current stream waits for them."""
+        device, current = self.device, self.device.current()
+        with device.on(self._into):
+            here = [torch.empty(each.shape, dtype=each.dtype, device=device.device) for each in buffers]
+            for tensor, buffer in zip(here, buffers, strict=True):
+                tensor.copy_(buffer, non_blocking=True)
+        device.wait(current, device.record(self._into))
+        for tensor in here:
+            device.uses(tensor, current)
+        return here
+
+    def exchange(
+        self,
+        sends: Sequence[Parcel],
+        recvs: Sequence[Parcel],
+        start: Callable[[list[Parcel], list[Parcel]], Pending],
+    ) -> Pending:
+        """Call ``start`` with parcels in host memory; what arrives is copied to where ``recvs`` says."""
+        device = self.device
+        # Memory that the current stream has used until now becomes a buffer of ``recvs``.
+        device.wait(self._into, device.record(device.current()))
+        outgoing, end = self._copied_out([buffer for _, buffer in sends])
+        coming = [(peer, self._landing(buffer)) for peer, buffer in recvs]
+
+        def post(hosts: list[Tensor]) -> Pending:
+            pending = start([(peer, host) for (peer, _), host in zip(sends, hosts, strict=True)], coming)
+            pending.watch()
+            return pending
+
+        pending = _Handed(self._sender.submit(self._hand_over, end, post, outgoing))
+        return _Arriving(pending, self, coming, recvs)
+
+    def take_in(self, coming: Sequence[Parcel], recvs: Sequence[Parcel]) -> None:
+        """Copy parcels that have arrived; the current stream waits for that."""
+        with self.device.on(self._into), torch.no_grad():
+            for (_, buffer), (_, host) in zip(recvs, coming, strict=True):
+                if buffer is not host:
+                    buffer.copy_(host, non_blocking=True)
+        self.device.wait(self.device.current(), self.device.record(self._into))
+
+    def _copied_out(self, buffers: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
+        device = self.device
+        device.wait(device.comm, device.record(device.current()))
+        with device.on(device.comm), torch.no_grad():
+            hosts = [self._copy_out(buffer) for buffer in buffers]
+        return hosts, device.record(device.comm)
+
+    def _copy_out(self, buffer: Tensor) -> Tensor:
+        if buffer.device != self.device.device:
+            return buffer.contiguous().resolve_conj().resolve_neg()
+        self.device.uses(buffer, self.device.comm)
+        host = self.device.host_empty(buffer.shape, buffer.dtype)
+        return host.copy_(buffer.resolve_conj().resolve_neg(), non_blocking=True)
+
+    def _landing(self, buffer: Tensor) -> Tensor:
+        on_host = buffer.device != self.device.device
+        return buffer if on_host else self.device.host_empty(buffer.shape, buffer.dtype)
+
+    def _hand_over(
+        self, end: Event, start: Callable[[list[Tensor]], Pending], hosts: list[Tensor]
+    ) -> Pending:
+        self.device.synchronize(end)
+        return start(hosts)
+
+
+def staging_of(device: Device) -> Staging | None:
+    """Return how messages of a device's memory travel; None where the host reads it."""
+    return Staging(device) if device.asynchronous else None
+
+
+class _Handed(Pending):
+    """A message that the sender starts."""
+
+    def __init__(self, started: Future[Pending]) -> None:
+        self._started = started
+
+    def wait(self) -> None:
+        self._started.result().wait()
+
+
+class _Arriving(Pending):
+    """An exchange of tiles, which arrives on the device with the end of the wait."""
+
+    def __init__(
+        self, pending: Pending, staging: Staging, coming: Sequence[Parcel], recvs: Sequence[Parcel]
+    ) -> None:
+        self._pending, self._staging, self._coming, self._recvs = pending, staging, coming, recvs
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._staging.take_in(self._coming, self._recvs)
+        self._coming = self._recvs = ()
+
+
 Message = tuple[int, Sequence[Tensor]]  # (peer, contiguous buffers)
 
 
@@ -124,16 +276,23 @@ class ProcessChannel:
         self.ranks: Sequence[int] = ranks or self._places
         self.rank, self.size, self.timeout = self._places.index(place), len(self._places), messages.timeout
         self._lane = lane_of(f"{name} {self._places}")
+        self._staging: Staging | None = None  # of a GPU
         self.sent = 0
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], operation: str) -> Pending:
-        for _, buffer in (*sends, *recvs):
-            if not buffer.is_cpu:
-                raise CommError(
-                    f"{operation}: rank {self.rank} has a tile on {buffer.device}, and tiles of several "
-                    "processes must be on the CPU; call model.cpu() and image.cpu()"
-                )
         self.sent += total_bytes(sends)
+        start = partial(self._start, operation)
+        device = next((buffer.device for _, buffer in (*sends, *recvs) if not buffer.is_cpu), None)
+        if device is not None and device.type != "cuda":
+            raise CommError(f"{operation}: rank {self.rank} has a tile on {device}, where there is no data")
+        if device is not None and self._staging is None:
+            self._staging = Staging(device_of(device))
+        if self._staging is None:
+            return start(sends, recvs)
+        # Parcels in host memory, too: they must not overtake others of this channel.
+        return self._staging.exchange(sends, recvs, start)
+
+    def _start(self, operation: str, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Pending:
         going, coming = (
             [(self._places[peer], [buffer]) for peer, buffer in parcels] for parcels in (sends, recvs)
         )

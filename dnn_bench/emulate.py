@@ -23,9 +23,10 @@ import comm_core
 import commsched as hvd
 from comm_core.cuda.launchers import launcher_for
 from commsched.backends.cpu import EngineBackend
-from commsched.backends.cuda import CudaDevice, StreamBackend
+from commsched.backends.cuda import StreamBackend
 from commsched.backends.interface import Backend
 from commsched.backends.ranks import Ranks
+from commsched.devices import CudaDevice
 from commsched.env import settings
 from dnn_bench.baselines.trainer import Job
 from dnn_bench.command_line import add_job, chosen, one_line_errors, parser, shape_of, table

@@ -20,9 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import commsched
 from commsched.advise.forecast import Measurement, Times, slowdown_of
 from commsched.backends import backend_for
-from commsched.backends.cuda import device_of
 from commsched.backends.interface import Backend
 from commsched.collectives.job import global_process_set, local_size
+from commsched.devices import device_of
 from commsched.optimizer.hooks import forward_order, owners
 from commsched.optimizer.measuring import Sample, Watch, across_ranks, combine, iteration_times
 from commsched.optimizer.planner import Model, TimedLink

@@ -20,11 +20,10 @@ the result's event, so that the host never waits::
 from __future__ import annotations
 
 import logging
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -40,18 +39,13 @@ from commsched.backends.interface import Backend, StepWork, as_real
 from commsched.backends.nccl import Exchange, PeerConnections, exchange_for
 from commsched.collectives.job import ProcessSet
 from commsched.collectives.private_groups import data_connections
+from commsched.devices import Device, Event, Stream, device_of
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.optimizer.buckets import Buffers, Layout, Slice
 from commsched.optimizer.measuring import Watch
 from commsched.process import failure_monitor
 
-Stream = Any
-Event = Any
-
-# Seconds. CUDA returns the time between two events in single precision, which is 0.2 ms after an hour.
-_LONGEST_SPAN = 5.0
-_LOOK_AGAIN = 1e-3
 # Seconds to wait for the GPU after an exception in the script: other ranks may never join a collective.
 _PATIENCE_AFTER_AN_ERROR = 5.0
 _TIMED_EXCHANGES = 5
@@ -74,110 +68,6 @@ _RECORD = np.dtype(
         ("bytes", "i8"),
     ]
 )
-
-
-class Device:
-    """One device with streams; this class is the CPU, where operations end when their calls return.
-
-    ``comm`` is the stream that all communication runs on. Tests have devices of their own, which run streams
-    in any legal order and report accesses that no event orders.
-    """
-
-    comm: Stream = "host"
-    asynchronous = False  # whether operations end later than their calls
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def current(self) -> Stream:
-        """Return the stream on which the calling thread computes."""
-        return "host"
-
-    def record(self, stream: Stream) -> Event:
-        """Put a mark after all operations on the stream and return it."""
-        return time.monotonic()
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        """Make later operations on the stream run after the mark. Does not block the host."""
-
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Return a context in which operations go onto this stream."""
-        return nullcontext()
-
-    def has_passed(self, event: Event) -> bool:
-        """Return whether everything before the mark is done."""
-        return True
-
-    def finished(self, patience: float) -> bool:
-        """Wait until the communication stream has finished; False after ``patience`` seconds."""
-        end, latest = self.record(self.comm), time.monotonic() + patience
-        while not self.has_passed(end):
-            if time.monotonic() > latest:
-                return False
-            time.sleep(_LOOK_AGAIN)
-        return True
-
-    def moment(self, event: Event) -> float:
-        """Wait for the mark; return when it was passed, in seconds of ``time.monotonic()``."""
-        return float(event)
-
-    def uses(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Do not reuse the tensor's memory before the stream has finished all operations it has now."""
-
-    def is_capturing(self) -> bool:
-        """Return whether operations are recorded into a CUDA graph and not run."""
-        return False
-
-
-class CudaDevice(Device):
-    """One GPU, with torch's streams."""
-
-    asynchronous = True
-
-    def __init__(self, device: torch.device) -> None:
-        # torch finds the current stream of a number sooner than that of a ``torch.device``.
-        self._number = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device("cuda", self._number)
-        # High priority: a collective's few blocks start as soon as any block of the backward has ended.
-        self.comm = torch.cuda.Stream(self.device, priority=-1)
-        self._start = torch.cuda.Event(enable_timing=True)
-        self._start.record(torch.cuda.current_stream(self.device))
-        self._start.synchronize()
-        self._began = time.monotonic()
-
-    def current(self) -> Stream:
-        return torch.cuda.current_stream(self._number)
-
-    def record(self, stream: Stream) -> Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream)
-        return event
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        stream.wait_event(event)
-
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
-
-    def has_passed(self, event: Event) -> bool:
-        return bool(event.query())
-
-    def moment(self, event: Event) -> float:
-        event.synchronize()
-        moment = self._began + self._start.elapsed_time(event) / 1e3
-        if moment > self._began + _LONGEST_SPAN:
-            self._start, self._began = event, moment
-        return moment
-
-    def uses(self, tensor: torch.Tensor, stream: Stream) -> None:
-        tensor.record_stream(stream)
-
-    def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
-
-
-def device_of(device: torch.device) -> Device:
-    return CudaDevice(device) if device.type == "cuda" else Device(device)
 
 
 @dataclass
@@ -572,12 +462,16 @@ class StreamBackend(Backend):
         self.host, self.streams, self.exchange = host, device, exchange
         self.ranks, self.device = host.ranks, device.device
         self.puts_off = not device.asynchronous
+        self.has_streams = device.asynchronous
         self.name = f"{exchange.name}, flags over {host.name}"
         self.schedule = StreamSchedule(device, exchange, self.ranks.rank, self.ranks.size)
         self._peers, self._timeout = peers, timeout
         self._failure: str | None = None  # the reason of the first failure, or that of the end
         self._closing = self._ended = False
         self._home = self._allocated_on = device.current()
+        # Where parameters were completed last, a mark there, and the streams that have waited for that.
+        self._updated_on, self._followed = self._home, {self._home}
+        self._updated: Event | None = None
         self._no_plan()
 
     def _no_plan(self) -> None:
@@ -721,11 +615,24 @@ class StreamBackend(Backend):
     def updates_issued(self) -> None:
         """Make the stream of the user's steps wait for updates that were started on another stream.
 
-        Code that later finds a parameter complete, on the usual stream, does not wait for it.
+        Code that later finds a parameter complete, on the usual stream, does not wait for it. Other streams
+        wait in ``enter()``: a script that forwards on two streams lets both wait for the step, and not for
+        the update, which comes with the first forward.
         """
-        current = self.streams.current()
+        self.enter()
+        current = self._updated_on = self.streams.current()
+        self._updated, self._followed = None, {current}
         if current != self._home:
-            self.streams.wait(self._home, self.streams.record(current))
+            self._updated = self.streams.record(current)
+            self.streams.wait(self._home, self._updated)
+            self._followed.add(self._home)
+
+    def enter(self) -> None:
+        current = self.streams.current()
+        if current not in self._followed:
+            mark = self.streams.record(self._updated_on) if self._updated is None else self._updated
+            self.streams.wait(current, mark)
+            self._followed.add(current)
 
     # -- outside of the steps --------------------------------------------------------------------------------
 

@@ -123,6 +123,7 @@ class Backend(ABC):
     shares: Sequence[int] = ()  # how long the ranks' parts of a bucket are, one to another; empty: as long
     by_rows = False  # whether buckets of rows may leave out the rows that are zero
     puts_off = False  # step() takes nothing for arrived, as on a GPU whose host is ahead: a CPU's stream
+    has_streams = False  # whether ``enter()`` has anything to do
 
     def room(self) -> AbstractContextManager[Any]:
         """Return the context in which the memory of the next buckets is allocated.
@@ -189,6 +190,9 @@ class Backend(ABC):
     @abstractmethod
     def updates_issued(self) -> None:
         """React to the completion of parameters; called in the thread that needed them."""
+
+    def enter(self) -> None:
+        """React to a forward of parameters that may have been completed on another stream."""
 
     # -- outside of the steps --------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ def _new_group(set_id: int, kind: str, channel: str) -> Any:
     name = f"{set_id}/{'-'.join(map(str, members))}/{kind}/{channel}"
     if kind == "cpu":
         return gloo_group(store, name, place, members, meeting.address)
-    return nccl_group(store, name, place, len(members))
+    return nccl_group(store, name, place, members)
 
 
 class PrivateObjects:

@@ -280,6 +280,8 @@ class Hooks:
         if now.pending:
             self._check_order(number)
             now.needed(params)
+        if now.backend.has_streams:
+            now.backend.enter()
 
     def _check_order(self, number: int) -> None:
         """Warn once when a forward takes its modules in another order than the plan expects."""

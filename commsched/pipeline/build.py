@@ -465,6 +465,7 @@ class UpdateMaker:
             plan,
             parameters,
             dict if optimizer is None else lambda: optimizer.state,
+            self.fabric.staging(stage.device),
         )
         return {"buckets": moved, "numbers": numbered}
 

@@ -138,7 +138,7 @@ def _stage(stage: Stage, update: Update) -> dict[str, Any]:
         "unsaved": [_unsaved(module) for module in stage.modules],
         "saved": {micro: _kept(stage, saved) for micro, saved in stage.saved.items()},
         "grads": {period: _plain(list(grads)) for period, grads in stage.grads.items()},
-        "losses": dict(stage.losses),
+        "losses": {period: float(loss) for period, loss in stage.losses.items()},
         "forwards": stage.forwards,
         "update": update.state(),
     }

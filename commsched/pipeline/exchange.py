@@ -79,8 +79,14 @@ class Exchange:
         # Gradients that are summed over ranks let messages go first, except where the program says otherwise.
         reduces = any(len(layout.members(stage)) > 1 for stage in range(layout.stages))
         urgent = reduces and layout.placement != "eager"
-        self.outbox = Outbox(fabric.lane(name, Traffic.activation if urgent else None))
-        self.inbox = Inbox(self.rank, self.outbox.lane, fabric.timeout, self._coming_gradient, self._key)
+        device = next((s.device for s in stages.values() if s.device.type != "cpu"), torch.device("cpu"))
+        # Between a device and host memory; None where messages are in host memory anyway.
+        self._staging = fabric.staging(device)
+        self.outbox = Outbox(fabric.lane(name, Traffic.activation if urgent else None), self._staging)
+        empty = torch.empty if self._staging is None else self._staging.device.host_empty
+        self.inbox = Inbox(
+            self.rank, self.outbox.lane, fabric.timeout, self._coming_gradient, self._key, empty
+        )
         self.outputs: dict[Place, Values] = {}
         self.input_grads: dict[Place, list[Tensor | None]] = {}
         self.to_come: dict[tuple[int, Micro, int], Description] = {}  # gradients, by peer
@@ -166,7 +172,9 @@ class Exchange:
                 described, buffers = self.inbox.take(action)
                 here = [leaf.cuts[::-1] for leaf in described.leaves] if cuts is None else cuts
                 pieces = self._pieces(number, other, peer, micro, here)
-                leaves = described.fill(buffers, self.stages[number].device)
+                device = self.stages[number].device
+                here_too = self._staging is not None and device == self._staging.device.device
+                leaves = described.fill(buffers, device, self._staging if here_too else None)
                 if kind is Kind.RECVB:
                     leaves = [x if is_gradient(buffer) else None for x, buffer in zip(leaves, buffers)]
                 parts.append(zip(leaves, pieces))

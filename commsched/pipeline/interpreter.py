@@ -447,7 +447,7 @@ class Evaluation:
                 counted.append(outputs[0].double().cpu())
             return
         if head is not None:
-            stage.losses[EVALUATED] += float(outputs[0]) * head.weight if head.counts else 0.0
+            stage.add_loss(EVALUATED, outputs[0], head)
             return
         exchange.put_out(number, micro, outputs, [False] * len(outputs))
         for peer in exchange.peers(number, number + 1, micro[0]):
@@ -507,7 +507,7 @@ class Losses:
     def tell(self, period: int) -> None:
         """This replica's part is complete."""
         assert self.stage is not None
-        value = torch.tensor([self.stage.losses.pop(period, 0.0)], dtype=torch.float64)
+        value = torch.tensor([float(self.stage.losses.pop(period, 0.0))], dtype=torch.float64)
         for mine, pending in self._coming:
             if pending is None:
                 mine.copy_(value)

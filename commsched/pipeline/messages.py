@@ -18,9 +18,19 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import comm_core
 from commsched.backends.cpu import tiers_between
-from commsched.channels import Channel, Pending, ProcessChannel, SilentChannel, ThreadHub, start
+from commsched.channels import (
+    Channel,
+    Pending,
+    ProcessChannel,
+    SilentChannel,
+    Staging,
+    ThreadHub,
+    staging_of,
+    start,
+)
 from commsched.collectives.carrier import carrier, epoch
 from commsched.collectives.private_groups import connected, messages_between
+from commsched.devices import device_of
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.pipeline.rows import CONSTANTS, UNCUT, Cuts
@@ -59,6 +69,9 @@ class Fabric(Protocol):
 
     def channel(self, name: str, ranks: Sequence[int]) -> Channel:
         """For what the tiles of a stage exchange; each of these ranks must call."""
+
+    def staging(self, device: torch.device) -> Staging | None:
+        """Copies between a device and host memory; None for the CPU."""
 
     def abort(self) -> None:
         """This rank gives up: the others need not wait for it."""
@@ -124,9 +137,25 @@ class ProcessFabric:
             return SilentChannel()
         return ProcessChannel(self._messages, self.rank, ranks, name)
 
+    def staging(self, device: torch.device) -> Staging | None:
+        return staging_of(device_of(device))
+
     def abort(self) -> None:
         if self._messages is not None:
             self._messages.abort(f"rank {self.rank} has given up {self._name}")
+
+
+class StagedLane:
+    """A lane for messages from a device's memory."""
+
+    def __init__(self, lane: Lane, staging: Staging) -> None:
+        self._lane, self._staging = lane, staging
+
+    def send(self, peer: int, buffers: Sequence[Tensor]) -> Pending:
+        return self._staging.send(buffers, lambda hosts: self._lane.send(peer, hosts))
+
+    def receive(self, peer: int, buffers: Sequence[Tensor]) -> Pending:
+        return self._lane.receive(peer, buffers)
 
 
 class NoLane:
@@ -215,6 +244,9 @@ class ThreadFabric:
         hub = self.world.hub(f"{self._made} {name} {list(ranks)}", len(ranks))
         return hub.channel(list(ranks).index(self.rank))
 
+    def staging(self, device: torch.device) -> Staging | None:
+        return staging_of(device_of(device))
+
     def abort(self) -> None:
         self.world.abort()
 
@@ -269,19 +301,23 @@ class Description:
         # Structures travel: torch's specifications are not meant to be pickled.
         return Description, (self.structure, self.leaves)
 
-    def buffers(self) -> list[Tensor]:
-        return [torch.empty(shape, dtype=kind) for shape, kind in self._tensors]
+    def buffers(self, empty: Callable[..., Tensor] = torch.empty) -> list[Tensor]:
+        return [empty(shape, dtype=kind) for shape, kind in self._tensors]
 
     @cached_property
     def _tensors(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [(leaf.shape, leaf.dtype) for leaf in self.leaves if leaf.dtype is not None]
 
-    def fill(self, buffers: Sequence[Tensor], device: torch.device) -> list[Any]:
+    def fill(
+        self, buffers: Sequence[Tensor], device: torch.device, staging: Staging | None = None
+    ) -> list[Any]:
         """The message's leaves, of what has arrived."""
+        if staging is None:
+            buffers = [from_host(buffer, device) for buffer in buffers]
+        else:
+            buffers = staging.bring(buffers)
         coming = iter(buffers)
-        return [
-            leaf.constant if leaf.dtype is None else from_host(next(coming), device) for leaf in self.leaves
-        ]
+        return [leaf.constant if leaf.dtype is None else next(coming) for leaf in self.leaves]
 
     def __str__(self) -> str:
         return ", ".join(
@@ -401,8 +437,9 @@ class Outbox:
     or ``settle`` waits until it has left.
     """
 
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
+    def __init__(self, lane: Lane, staging: Staging | None = None) -> None:
+        self.lane = lane if staging is None else StagedLane(lane, staging)
+        self._ready = to_host if staging is None else Tensor.detach
         self._known: defaultdict[int, dict[Hashable, tuple[Description, list[Any]]]] = defaultdict(dict)
         self._sent: defaultdict[int, list[Sent]] = defaultdict(list)  # by peer, in order
 
@@ -434,7 +471,7 @@ class Outbox:
         return back
 
     def send(self, action: Action, leaves: Sequence[Any]) -> None:
-        buffers = [to_host(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        buffers = [self._ready(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         peer = peer_of(action)
         try:
             self._sent[peer].append((action, self.lane.send(peer, buffers)))
@@ -491,10 +528,17 @@ class Inbox:
     """
 
     def __init__(
-        self, rank: int, lane: Lane, timeout: float, describe: Known, key: Callable[[Action], Hashable]
+        self,
+        rank: int,
+        lane: Lane,
+        timeout: float,
+        describe: Known,
+        key: Callable[[Action], Hashable],
+        empty: Callable[..., Tensor] = torch.empty,
     ) -> None:
         self.rank, self.lane, self.timeout = rank, lane, timeout
         self._describe, self._key = describe, key
+        self._empty = empty  # makes the buffers
         self._known: defaultdict[int, dict[Hashable, Description]] = defaultdict(dict)
         self._expected: defaultdict[int, deque[Action]] = defaultdict(deque)
         self._posted: defaultdict[int, deque[Posted]] = defaultdict(deque)
@@ -517,7 +561,7 @@ class Inbox:
             if described is None:
                 return
             expected.popleft()
-            buffers = described.buffers()
+            buffers = described.buffers(self._empty)
             posted.append(Posted(action, described, buffers, self.lane.receive(peer, buffers)))
 
     def _description(self, action: Action, peer: int) -> Description | None:

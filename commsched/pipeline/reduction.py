@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import takewhile
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from comm_core.cuda.tables import BLOCK
 from commsched.backends.cpu import EngineBuckets
 from commsched.backends.interface import Scaling, StepWork
+from commsched.channels import Staging
 from commsched.optimizer.buckets import Buffers, build_layout
 from commsched.optimizer.gradient import OptimizerState, Residuals
 from commsched.optimizer.round import inside_a_backward
@@ -97,8 +99,11 @@ class ReplicaBuckets:
         plan: Sequence[tuple[str, int]],
         parameters: Sequence[nn.Parameter] = (),
         state: Callable[[], OptimizerState] = dict,
+        staging: Staging | None = None,
     ) -> None:
         self.stage, leaves = stage, stage.versions.newest.leaves
+        self._staging = staging
+        self._handed: Future[Any] | None = None  # the latest copies to the host
         self.ranks, size = ranks, ranks.size
         sizes = [leaf.element_size() for leaf in leaves]
         kinds = list(dict.fromkeys(kinds_of(stage)))
@@ -108,7 +113,7 @@ class ReplicaBuckets:
         self.places = set(self.layout.slots)
         groups = {group: kinds[group][0] for group in self.layout.lengths}
         sums = {group: (stage.types.sum_type(kind), _HOST) for group, kind in groups.items()}
-        self.sums = Buffers(self.layout, sums)
+        self.sums = Buffers(self.layout, sums, torch.zeros if staging is None else staging.host_zeros)
         apart = {group: (kind, _HOST) for group, kind in groups.items() if sums[group][0] != kind}
         self.gathered = Buffers(self.layout, apart)
         self.gathered.flat = self.sums.flat | self.gathered.flat
@@ -149,9 +154,15 @@ class ReplicaBuckets:
             for bucket in self.layout.empty():
                 self._mark(bucket)
 
-    def _mark(self, bucket: int) -> None:
+    def _mark(self, bucket: int, copies: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        """``copies``: gradients, and where they go before the bucket leaves."""
         self._marked.add(bucket)
-        self.backend.mark_ready(bucket)
+        if self._staging is None:
+            for grad, slot in copies:
+                slot.copy_(grad)
+            self.backend.mark_ready(bucket)
+        else:
+            self._handed = self._staging.copy_out(copies, partial(self.backend.mark_ready, bucket))
 
     @torch.no_grad()
     def ready(self, period: int, bucket: int, grads: Sequence[Tensor | None]) -> None:
@@ -159,6 +170,7 @@ class ReplicaBuckets:
         self.begin(period)
         if bucket in self._marked:
             return
+        copies = []
         for place in self.layout.slices[bucket].params:
             if place not in self._written:
                 self._written.add(place)
@@ -166,8 +178,8 @@ class ReplicaBuckets:
                 if grad is None:
                     self._slots[place].zero_()
                 else:
-                    self._slots[place].copy_(checked_dense(grad))
-        self._mark(bucket)
+                    copies.append((checked_dense(grad), self._slots[place]))
+        self._mark(bucket, copies)
 
     def complete(self, grads: Sequence[Tensor | None]) -> None:
         """All gradients of the period are there: tells the replicas which parameters this one has used."""
@@ -214,13 +226,20 @@ class ReplicaBuckets:
                 handle.remove()
 
     def wait_reduced(self) -> None:
+        self._wait_handed()
         for bucket in self._order:
             self.backend.wait_reduced(bucket)
 
     def wait_begun(self) -> None:
         """Waits for the sums whose turn has come: the engine takes up a bucket after those before it."""
+        self._wait_handed()
         for bucket in takewhile(self._marked.__contains__, self._order):
             self.backend.wait_reduced(bucket)
+
+    def _wait_handed(self) -> None:
+        """Waits until the buckets that were marked last are in host memory."""
+        if self._handed is not None and self._staging is not None:
+            self._staging.device.synchronize(self._handed.result())
 
     def keep_unread(self) -> None:
         """Sends sums of residuals again where no replica has a gradient: nobody steps with them."""

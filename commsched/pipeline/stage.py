@@ -120,7 +120,7 @@ class Stage:
         self.stays, self._repeats = stays, recompute or stays
         self.saved: dict[Micro, Saved] = {}
         self.grads: defaultdict[int, list[Tensor | None]] = defaultdict(self._no_grads)
-        self.losses: defaultdict[int, float] = defaultdict(float)
+        self.losses: defaultdict[int, Any] = defaultdict(float)  # by period; read once, when it is told
         self.most_saved = self.forwards = 0
         self.output_spec: Any = None
         self.output_cuts: list[Cut | None] = []
@@ -268,8 +268,8 @@ class Stage:
         saved.buffers = self._copied_buffers() if self._repeats else {}
         with torch.no_grad() if self.recompute else self._reading_copies(saved):
             saved.outputs = self.run(saved)
-        if head is not None and head.counts:
-            self.losses[micro[1]] += float(saved.outputs[0].detach()) * head.weight
+        if head is not None:
+            self.add_loss(micro[1], saved.outputs[0], head)
         outputs = saved.outputs
         if self.recompute:
             saved.outputs = []
@@ -300,6 +300,11 @@ class Stage:
                     held[key] = buffer
                     if not _alike(copied, found):  # by the forward
                         buffer.data.copy_(copied)
+
+    def add_loss(self, period: int, loss: Tensor, head: Head) -> None:
+        """Adds to a period's loss where it is computed: reading it here would wait for the device."""
+        if head.counts:
+            self.losses[period] += loss.detach().double().view(()) * head.weight
 
     def run(self, saved: Saved) -> list[Any]:
         """The leaves that the module puts out, or the loss."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -88,13 +89,48 @@ def messages_between(
     return channel
 
 
-def nccl_group(store: Store, name: str, rank: int, size: int) -> Any:
-    """Return an NCCL group over `store`; each rank must have set its own GPU (``torch.cuda.set_device``)."""
+def nccl_group(store: Store, name: str, rank: int, ranks: Sequence[int]) -> Any:
+    """Return a connected NCCL group of the job's `ranks`, which meet in `store`. Each of them must call.
+
+    `rank` is this process's index in `ranks`. Each must have set its own GPU (``torch.cuda.set_device``).
+    """
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=settings().timeout)
-    return ProcessGroupNCCL(PrefixStore(name, store), rank, size, options)
+    with _abort_instead_of_exit():
+        group = ProcessGroupNCCL(PrefixStore(name, store), rank, len(ranks), options)
+    # By default the first collective connects: it reads the store and waits for the others without a limit.
+    waiting = comm_core.Waiting(
+        rank, settings().timeout + _GRACE_SECONDS, lambda _: failure_monitor.lost(ranks)
+    )
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        comm_core.ask_store(waiting, group.eager_connect_single_device, device)
+    except RuntimeError as error:
+        raise CommError(
+            f"rank {rank} of {len(ranks)} could not connect {device} to the others over NCCL: {error};"
+            " NCCL_DEBUG=INFO shows what NCCL does, NCCL_SOCKET_IFNAME names the network interface to use"
+        ) from error
+    return group
+
+
+@contextmanager
+def _abort_instead_of_exit() -> Iterator[None]:
+    """Let groups that are made here abort their communicators when an operation fails or is late.
+
+    By default torch's watchdog ends the process, often before the failure monitor knows who is lost. The
+    script's own setting stays. Groups read it when they are made.
+    """
+    name, clean_up_only = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
+    if name in os.environ or "NCCL_ASYNC_ERROR_HANDLING" in os.environ:
+        yield
+        return
+    os.environ[name] = clean_up_only
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def nccl_usable(devices: list[str]) -> bool:

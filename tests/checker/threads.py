@@ -22,10 +22,11 @@ import torch
 import comm_core
 import tests.support.one_process  # noqa: F401
 from commsched.backends.cpu import EngineBackend
-from commsched.backends.cuda import Device, StreamBackend
+from commsched.backends.cuda import StreamBackend
 from commsched.backends.interface import Backend, StepWork
 from commsched.backends.nccl import StagedExchange
 from commsched.backends.ranks import Ranks
+from commsched.devices import Device
 from commsched.errors import CommError
 
 # The first unpickling fills a cache of torch's; a second thread would find it half full.
@@ -154,6 +155,7 @@ class LateBackend(Backend):
         self.name, self.device = inner.name, inner.device
         self.can_step_early, self.uneven_parts = inner.can_step_early, inner.uneven_parts
         self.by_rows, self.puts_off = inner.by_rows, inner.puts_off
+        self.has_streams = inner.has_streams
 
     @property
     def inner(self) -> Backend:
@@ -215,6 +217,9 @@ class LateBackend(Backend):
 
     def updates_issued(self) -> None:
         self.inner.updates_issued()
+
+    def enter(self) -> None:
+        self.inner.enter()
 
     def gather_now(self, buffer: torch.Tensor, ends: Sequence[int] = ()) -> None:
         self._held.flush()

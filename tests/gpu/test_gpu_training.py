@@ -240,7 +240,8 @@ def test_a_joined_rank_without_a_gpu() -> None:
 NCCL_ALONE = """
 import torch
 from torch.distributed import HashStore, ProcessGroupNCCL
-from commsched.backends.cuda import CudaDevice, StreamBucket, StreamSchedule
+from commsched.backends.cuda import StreamBucket, StreamSchedule
+from commsched.devices import CudaDevice
 from commsched.backends.nccl import NcclExchange
 device = CudaDevice(torch.device("cuda", 0))
 torch.cuda.set_device(0)

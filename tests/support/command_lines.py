@@ -85,6 +85,7 @@ class Reader:
             "tests/run": self._tests_run,
             "tests/native/run": self._native,
             "docker/install.sh": self._only("--help"),
+            "docker/several_gpus.sh": self._only("--help"),
             "pip": self._starts_with("install", "wheel"),
             "apt-get": self._starts_with("install"),
             "ssh": self._starts_with("host1"),

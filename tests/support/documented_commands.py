@@ -33,6 +33,7 @@ PROGRAMS = (
     "tests/native/run",
     "docker/install.sh",
     "docker/horovod.sh",
+    "docker/several_gpus.sh",
 )
 # A page that shows one of these needs a check of its own first.
 OTHERS = (

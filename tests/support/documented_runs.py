@@ -47,6 +47,8 @@ NOT_RUN = {
     r"tests/native/run": "compiles for minutes; tests/unit/comm_core/test_engine_sanitizers.py runs it",
     r"commsched train .*--rank 0": "one rank of several; tests/dist/test_training_commands.py starts all",
     r"python -m dnn_bench gpu$": "needs a GPU; tests/unit/dnn_bench/test_gpu_figures.py runs it on the CPU",
+    r"docker/several_gpus\.sh": "needs GPUs; tests/dist/test_several_gpus_sh.py runs it",
+    r"commsched train .*--device cuda": "needs GPUs; tests/gpu/test_gpu_stages.py runs it",
     r"python -m tests\.support\.unsteady": "runs the whole suite",
     r".* --peer --model bert_tiny .*--schedule interleaved --depth 4": "torch's own fails, as the page says",
 }

@@ -4,34 +4,72 @@ Operations run at once, in the order in which the host makes them, so the number
 detector is told on which stream each operation would run on a GPU and what it reads and writes, and reports
 two accesses to the same memory that no event orders.
 
-It also checks the reuse of memory: when a tensor's storage is freed, torch's allocator may give it to a later
-operation on the stream it was allocated on, as soon as the streams named by ``record_stream`` have done what
-they had to do then. That next owner is a write like any other.
+It also checks the reuse of memory. A new tensor's memory may still be in use by earlier operations on the
+stream it was allocated on, so the allocation is a write there. When a tensor's storage is freed, torch's
+allocator may give it to a later operation on that stream, as soon as the streams named by ``record_stream``
+have done what they had to do then. That next owner is a write, too.
+
+A rank may have several threads. Each computes on streams of its own; those that are no GPU's stand for the
+host, which reads and writes pinned memory.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
+import threading
+import traceback
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
+from torch.cuda import _sanitizer
 from torch.cuda._sanitizer import EventHandler, zip_arguments
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from commsched.backends.cuda import Device
+from commsched.backends.nccl import Exchange
+from commsched.devices import Device
 
-MAIN, COMM, SIDE = 0, 1, 2  # streams
+MAIN, COMM, SIDE, OTHER = 0, 1, 2, 3  # streams
 _LINE = 64  # bytes that are watched together; slots, shards and torch's tensors begin at multiples of it
+
+
+class _Frame(NamedTuple):
+    filename: str
+    lineno: int
+
+
+def _nearest(frames: Iterator[tuple[Any, int]], lookup_lines: bool = True) -> list[_Frame]:
+    """Return the nearest frame of this project: whole stacks take longer than all else."""
+    for frame, line in frames:
+        name = frame.f_code.co_filename
+        if "/torch/" not in name and not name.endswith("races.py"):
+            return [_Frame(name, line)]
+    return []
+
+
+_sanitizer.traceback = SimpleNamespace(  # type: ignore[attr-defined]
+    walk_stack=traceback.walk_stack, StackSummary=SimpleNamespace(extract=_nearest)
+)
 
 
 class Race(Exception):
     pass
+
+
+class _Storage(NamedTuple):
+    """Memory that the detector knows. ``stream``: on which it was allocated, None in pinned host memory."""
+
+    reference: StorageWeakRef
+    stream: int | None
+    used_on: set[int]
+    lines: range
 
 
 class Races(TorchDispatchMode):
@@ -41,47 +79,92 @@ class Races(TorchDispatchMode):
         super().__init__()
         self.stop = stop
         self._found: dict[str, None] = {}
-        self.stream = MAIN
         self._handler = EventHandler()
-        self._numbers = itertools.count(100)  # of events, and of streams that stand for an allocator
-        self._storages: dict[int, tuple[StorageWeakRef, int, set[int], range]] = {}
+        # Of events, of streams beyond the first three, and of streams that stand for an allocator or a host.
+        self._numbers = itertools.count(100)
+        self._storages: dict[int, _Storage] = {}
+        self._lock = threading.RLock()
+        self._of_thread = threading.local()
+        self._of_thread.stream = MAIN
+        self._of_thread.launches = False
+
+    def __enter__(self) -> Any:
+        self._of_thread.stream, self._of_thread.launches = MAIN, True
+        return super().__enter__()
 
     def found(self) -> list[str]:
         """Return the races so far, each once."""
-        self._collect()
-        return list(self._found)
+        with self._lock:
+            self._collect()
+            return list(self._found)
 
     # -- streams ---------------------------------------------------------------------------------------------
 
+    @property
+    def stream(self) -> int:
+        """The stream on which this thread computes; of a thread that does not, one that is the host's."""
+        if not hasattr(self._of_thread, "stream"):
+            self._of_thread.stream = next(self._numbers)
+        return int(self._of_thread.stream)
+
+    @stream.setter
+    def stream(self, stream: int) -> None:
+        self._of_thread.stream = stream
+
+    def new_stream(self) -> int:
+        return next(self._numbers)
+
     def record(self, stream: int) -> int:
-        self._collect()
-        event = next(self._numbers)
-        self._handler._handle_event_record(event, stream)
-        return event
+        with self._lock:
+            self._collect()
+            event = next(self._numbers)
+            self._handler._handle_event_record(event, stream)
+            return event
 
     def wait(self, stream: int, event: int) -> None:
-        self._collect()
-        self._handler._handle_event_wait(event, stream)
+        with self._lock:
+            self._collect()
+            self._handler._handle_event_wait(event, stream)
 
     def passed(self, event: int) -> None:
         """Order all that the host does from now on after an event, because the host has seen it pass."""
-        self._collect()
-        self._handler._handle_event_synchronization(event)
+        with self._lock:
+            self._collect()
+            self._handler._handle_event_synchronization(event)
+
+    def seen(self, event: int) -> None:
+        """Order what this thread does from now on after an event, for which it has waited."""
+        if getattr(self._of_thread, "launches", False):
+            self.passed(event)
+        else:
+            self.wait(self.stream, event)
 
     def uses(self, tensor: torch.Tensor, stream: int) -> None:
         """``tensor.record_stream(stream)``."""
-        known = self._storages.get(tensor.untyped_storage().data_ptr())
-        if known is not None:
-            known[2].add(stream)
+        with self._lock:
+            known = self._storages.get(tensor.untyped_storage().data_ptr())
+            if known is not None:
+                known.used_on.add(stream)
 
     # -- operations ------------------------------------------------------------------------------------------
 
     def touch(self, what: str, reads: Any, writes: Any) -> None:
         """Report an operation on the current stream that torch does not dispatch."""
-        self._access(self.stream, _lines(reads), _lines(writes), what)
+        with self._lock:
+            self._access(self.stream, _lines(reads), _lines(writes), what)
+
+    def leaves(self, buffers: Sequence[torch.Tensor]) -> None:
+        """This thread's host reads a message in pinned memory."""
+        self.touch("the host sends", self._pinned(buffers), ())
+
+    def arrives(self, buffers: Sequence[torch.Tensor]) -> None:
+        """A message was written into pinned memory, and the thread that computes has waited for that."""
+        with self._lock:
+            network = next(self._numbers)
+            self._access(network, set(), _lines(self._pinned(buffers)), "a message arrives")
+            self.passed(self.record(network))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._collect()
         kwargs = kwargs or {}
         reads, writes = [], []
         for argument, value in zip_arguments(func._schema, args, kwargs):
@@ -90,17 +173,20 @@ class Races(TorchDispatchMode):
             elif argument.alias_info.is_write:
                 writes.append(value)
         name = func.overloadpacket.__name__
-        if name == "_local_scalar_dense":  # the host waits
-            self._handler._handle_stream_synchronization(self.stream)
+        with self._lock:
+            self._collect()
+            if name == "_local_scalar_dense":  # the host waits
+                self._handler._handle_stream_synchronization(self.stream)
         if name.startswith("new_") or name.endswith("_like"):
             reads = []  # they look at sizes and types
         result = func(*args, **kwargs)
         returned = func._schema.returns
         if returned and returned[0].alias_info is None and not name.startswith(("empty", "new_empty")):
             writes.append(result)
-        for tensor in _tensors(result):
-            self._allocated(tensor)
-        self._access(self.stream, _lines(reads), _lines(writes), str(func))
+        with self._lock:
+            for tensor in _tensors(result):
+                self._allocated(tensor)
+            self._access(self.stream, _lines(reads), _lines(writes), str(func))
         return result
 
     def _access(self, stream: int, reads: set[int], writes: set[int], what: str) -> None:
@@ -117,30 +203,51 @@ class Races(TorchDispatchMode):
 
     # -- memory ----------------------------------------------------------------------------------------------
 
-    def _allocated(self, tensor: torch.Tensor) -> None:
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return pinned memory. Torch gives it on once the copies that it has started there are over."""
+        with _disable_current_modes():
+            made = torch.empty(tuple(shape), dtype=dtype)
+        with self._lock:
+            self._collect()
+            self._allocated(made, on_host=True)
+        return made
+
+    def _pinned(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        known = (self._storages.get(buffer.untyped_storage().data_ptr()) for buffer in buffers)
+        return [b for b, its in zip(buffers, known, strict=True) if its is not None and its.stream is None]
+
+    def _allocated(self, tensor: torch.Tensor, on_host: bool = False) -> None:
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
-        if not start or start in self._storages:
+        known = self._storages.get(start)
+        if known is not None and known.reference.expired():
+            self._collect()
+            known = None
+        if not start or known is not None:
             return
         lines = range(start // _LINE, -(-(start + storage.nbytes()) // _LINE))
-        self._storages[start] = StorageWeakRef(storage), self.stream, set(), lines
+        stream = None if on_host else self.stream
+        self._storages[start] = _Storage(StorageWeakRef(storage), stream, set(), lines)
         for line in lines:
             # Not _handle_memory_allocation(), which takes the stack each time.
             self._handler.tensors_accessed.ensure_tensor_does_not_exist(line)
             self._handler.tensors_accessed.create_tensor(line, None)
+        if stream is not None:
+            self._access(stream, set(), set(lines), "the allocation")
 
     def _collect(self) -> None:
         """Give freed memory to its next owners."""
-        gone = [start for start, (reference, *_) in self._storages.items() if reference.expired()]
+        gone = [start for start, known in self._storages.items() if known.reference.expired()]
         for start in gone:
-            _, allocated_on, used_on, lines = self._storages.pop(start)
-            owner = next(self._numbers)
-            for stream in {allocated_on, *used_on}:
-                event = next(self._numbers)
-                self._handler._handle_event_record(event, stream)
-                self._handler._handle_event_wait(event, owner)
-            self._access(owner, set(), set(lines), "the next owner of the memory")
-            for line in lines:
+            known = self._storages.pop(start)
+            if known.stream is not None:
+                owner = next(self._numbers)
+                for stream in {known.stream, *known.used_on}:
+                    event = next(self._numbers)
+                    self._handler._handle_event_record(event, stream)
+                    self._handler._handle_event_wait(event, owner)
+                self._access(owner, set(), set(known.lines), "the next owner of the memory")
+            for line in known.lines:
                 self._handler._handle_memory_deallocation(line)
 
 
@@ -171,6 +278,15 @@ class WatchedDevice(Device):
         finally:
             self.races.stream = before
 
+    def stream(self) -> int:
+        return self.races.new_stream()
+
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self.races.host_empty(shape, dtype)
+
+    def synchronize(self, event: int) -> None:
+        self.races.seen(event)
+
     def has_passed(self, event: int) -> bool:
         """Let the device be behind the host at most times, and with it at others."""
         self._asked += 1
@@ -187,16 +303,70 @@ class WatchedDevice(Device):
         self.races.uses(tensor, stream)
 
 
+class Forgetful(WatchedDevice):
+    """Leaves out what one line of the code does for the order: a wait, or a note for the allocator.
+
+    ``places``: all lines that do something of this kind.
+    """
+
+    def __init__(self, races: Races, left_out: str = "") -> None:
+        super().__init__(races)
+        self.places: set[str] = set()
+        self._left_out = left_out
+
+    def _does(self, what: str) -> bool:
+        code, line = sys._getframe(2).f_code, sys._getframe(2).f_lineno
+        place = f"{what} in {code.co_qualname if hasattr(code, 'co_qualname') else code.co_name}, line {line}"
+        self.places.add(place)
+        return place != self._left_out
+
+    def wait(self, stream: int, event: int) -> None:
+        if self._does("wait"):
+            super().wait(stream, event)
+
+    def synchronize(self, event: int) -> None:
+        if self._does("synchronize"):
+            super().synchronize(event)
+
+    def uses(self, tensor: torch.Tensor, stream: int) -> None:
+        if self._does("uses"):
+            super().uses(tensor, stream)
+
+
+class WatchedExchange:
+    """An exchange through the host, whose reads and writes the race detector is told."""
+
+    name, scales = "watched", True
+
+    def __init__(self, inner: Exchange, races: Races) -> None:
+        self._inner, self._races = inner, races
+        self.abort, self.close = inner.abort, inner.close
+
+    def reduce_scatter(self, bucket: torch.Tensor, postscale: float) -> None:
+        self._races.touch("RS", [bucket], [bucket])
+        self._inner.reduce_scatter(bucket, postscale)
+
+    def all_gather(self, bucket: torch.Tensor) -> None:
+        self._races.touch("AG", [bucket], [bucket])
+        self._inner.all_gather(bucket)
+
+    def all_to_all(self, received: torch.Tensor, message: torch.Tensor) -> None:
+        self._races.touch("all-to-all", [message], [received])
+        self._inner.all_to_all(received, message)
+
+
 def _place(access: Any) -> str:
     """Return the line of this project from which an operation came."""
-    frames = [frame for frame in access.stack_trace if "/torch/" not in frame.filename]
-    own = [frame for frame in frames if not frame.filename.endswith("races.py")]
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "?"
+    return (
+        "?"
+        if not access.stack_trace
+        else f"{Path(access.stack_trace[0].filename).name}:{access.stack_trace[0].lineno}"
+    )
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-    return [leaf for leaf in leaves if leaf.layout is torch.strided]
+    return [leaf for leaf in leaves if leaf.layout is torch.strided and leaf.device.type == "cpu"]
 
 
 def _lines(value: Any) -> set[int]:

@@ -9,8 +9,9 @@ import torch
 import comm_core
 from comm_core.cuda.tables import BLOCK
 from commsched.backends.cpu import EngineBackend
-from commsched.backends.cuda import Device, StreamBackend
+from commsched.backends.cuda import StreamBackend
 from commsched.backends.interface import Scaling, StepWork
+from commsched.devices import Device
 from commsched.optimizer.buckets import Buffers, build_layout
 from dnn_bench.emulate import HostLink, OneProcess, emulated_ranks
 from scheduler.ir.buckets import Bucket, Piece

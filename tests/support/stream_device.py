@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from commsched.backends.cuda import Device
+from commsched.devices import Device
 
 
 class FakeEvent:

@@ -413,7 +413,7 @@ class OperationRunner:
                 channel = messages_between(meeting, name, members, settings().timeout)
                 group = ChannelGroup(channel, place, len(members))
             else:
-                group = NcclGroup(nccl_group(meeting.store, name, place, len(members)))
+                group = NcclGroup(nccl_group(meeting.store, name, place, members))
             self._groups[set_id, kind] = group
         return self._groups[set_id, kind]
 

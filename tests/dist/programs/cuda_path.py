@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import commsched as hvd
-from commsched.backends.cuda import Device, StreamBackend, StreamSchedule
-from commsched.backends.nccl import Exchange, exchange_for
+from commsched.backends.cuda import StreamBackend, StreamSchedule
+from commsched.backends.nccl import exchange_for
 from commsched.collectives.private_groups import private_group
+from commsched.devices import Device
 from commsched.optimizer.gradient import RESIDUAL
 from scheduler.ir.buckets import fuse_by_bytes
 from scheduler.ir.link import Link
@@ -25,7 +26,7 @@ from tests.support.cases import Me, case, main
 from tests.support.device_waits import NoQuestions
 from tests.support.oracle import assert_close, batch, release, seeded
 from tests.support.quantised_training import COMPRESSIONS, case_of_each_code
-from tests.support.races import Races, WatchedDevice
+from tests.support.races import Races, WatchedDevice, WatchedExchange
 from tests.support.reference_run import MakeOptimizer, Twin, momentum, some_profile
 from tests.support.small_models import loss_of
 from tests.support.stream_device import GroupOnPaper
@@ -414,28 +415,6 @@ def the_scripts_default_device_and_type_are_not_ours(me: Me) -> None:
             results.append([p.detach().clone() for p in model.parameters()])
         for other in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True)), transport
-
-
-class WatchedExchange:
-    """An exchange through the host, whose reads and writes the race detector is told."""
-
-    name, scales = "watched", True
-
-    def __init__(self, inner: Exchange, races: Races) -> None:
-        self._inner, self._races = inner, races
-        self.abort, self.close = inner.abort, inner.close
-
-    def reduce_scatter(self, bucket: torch.Tensor, postscale: float) -> None:
-        self._races.touch("RS", [bucket], [bucket])
-        self._inner.reduce_scatter(bucket, postscale)
-
-    def all_gather(self, bucket: torch.Tensor) -> None:
-        self._races.touch("AG", [bucket], [bucket])
-        self._inner.all_gather(bucket)
-
-    def all_to_all(self, received: torch.Tensor, message: torch.Tensor) -> None:
-        self._races.touch("all-to-all", [message], [received])
-        self._inner.all_to_all(received, message)
 
 
 def races_of_training(me: Me, stack: ExitStack, steps: int = 12, **options: Any) -> list[str]:

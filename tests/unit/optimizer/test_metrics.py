@@ -19,7 +19,8 @@ import pytest
 import torch
 
 import commsched
-from commsched.backends.cuda import Device, StreamBackend
+from commsched.backends.cuda import StreamBackend
+from commsched.devices import Device
 from commsched.env import Settings
 from commsched.optimizer.measuring import NOTICED, SETTLE, StepTimes
 from commsched.optimizer.planner import Plan

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import Store
+import torch
+from torch.distributed import PrefixStore, Store
 
 from commsched.backends import ranks
 from commsched.collectives import horovod_carrier
@@ -69,3 +71,50 @@ def test_orders_to_ranks_that_have_joined(
         CommError, match=r"rank 1: the job's store .* is stopped.* did not answer within 0\.2 s"
     ):
         one.next_order() if has_joined else one.tell_joined("step")
+
+
+class NcclOnPaper:
+    """Connects through the store at once, as ``ProcessGroupNCCL`` does with its first collective."""
+
+    class Options:
+        pass
+
+    modes: list[str | None] = []
+
+    def __init__(self, store: Store, rank: int, size: int, options: Any) -> None:
+        self.store, self.connected_to = store, None
+        self.modes.append(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.store.get("0")
+        self.connected_to = device
+
+
+def on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NcclOnPaper, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(NcclOnPaper, "modes", [])
+
+
+def test_an_nccl_group(silent: Silent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited in the first collective, without a limit."""
+    on_paper(monkeypatch)
+    with pytest.raises(
+        CommError,
+        match=r"rank 1 of 2 could not connect cuda:3 .* NCCL: .* did not answer within 0\.2 s.*NCCL_DEBUG",
+    ):
+        groups.nccl_group(silent, "data", 1, [0, 1])
+
+
+def test_an_nccl_group_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's watchdog ended it for a lost rank, before the failure monitor said which one it was."""
+    on_paper(monkeypatch)
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    store = torch.distributed.HashStore()
+    PrefixStore("data", store).set("0", b"an id")
+    group = groups.nccl_group(store, "data", 0, [0, 1])
+    assert group.connected_to == torch.device("cuda", 3)
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ  # other groups are the script's
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    groups.nccl_group(store, "data", 0, [0, 1])
+    assert NcclOnPaper.modes == ["2", "1"]
