@@ -135,8 +135,9 @@ speed() {
             within 150 "$name" "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$gpus" \
                 -m dnn_bench synthetic --model "$model" --baseline "$peer" --num-warmup-batches "$WARMUP" \
                 --num-iters "$ITERATIONS" || status=$?
-            value=$(rate "$name")
-            [ "$status" = 0 ] && [ -n "$value" ] || value=$(why "$status" "$name")
+            value=
+            [ "$status" != 0 ] || value=$(rate "$name") # without time left there is no log
+            [ -n "$value" ] || value=$(why "$status" "$name")
             rates[$peer]+="${rates[$peer]:+ | }$value"
         done
     done
