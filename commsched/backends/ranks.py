@@ -123,7 +123,7 @@ class Ranks:
         """
         if grad is None:
             grad = empty_rows(like)
-        grad = grad.coalesce() if grad.is_sparse else grad.to_sparse(1)
+        grad = add_rows(grad) if grad.is_sparse else grad.to_sparse(1)
         if self.joined:
             rows = self.all_values((grad._indices().cpu(), grad._values().cpu()))
             indices = torch.cat([one for one, _ in rows], 1).to(like.device)
@@ -134,7 +134,7 @@ class Ranks:
         else:
             name = f"commsched.{self.number}.sparse.{name}"
             total = synchronize(sparse_allreduce_async(grad, name, op=Sum, process_set=self.process_set))
-        total = total.coalesce()
+        total = add_rows(total)
         if mean:
             total.values().mul_(1 / self.size)
         return total
@@ -237,6 +237,21 @@ def _store_errors(rank: int) -> Iterator[None]:
             f"rank {rank}: the job's store does not answer, because rank 0's process has ended or is stopped,"
             f" or its host is lost: {str(error).splitlines()[0]}"
         ) from error
+
+
+def add_rows(grad: torch.Tensor) -> torch.Tensor:
+    """Return a sparse gradient with each row once: rows of one number are added in the order they stand in.
+
+    ``coalesce()`` does not keep that order on CPUs with AVX-512, where torch sorts by other instructions.
+    Halves are added in float32 and rounded once.
+    """
+    if grad.is_coalesced() or not grad.is_cpu:
+        return grad.coalesce()
+    indices, places = torch.unique(grad._indices(), dim=1, return_inverse=True)
+    values = grad._values()
+    wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+    sums = wide.new_zeros((indices.shape[1], *wide.shape[1:])).index_add_(0, places, wide).to(values.dtype)
+    return torch.sparse_coo_tensor(indices, sums, grad.shape, is_coalesced=True, check_invariants=False)
 
 
 def empty_rows(like: torch.Tensor) -> torch.Tensor:
