@@ -582,8 +582,9 @@ def disturb(job: Job, outcome: Outcome, members: list[Member]) -> None:
         file = job.folder / "disk" / "filler"
 
         def unsaved() -> Sequence[Note] | None:
-            # Again and again: a save that is under way deletes an old generation, which frees space.
-            cluster.inside(victim.host, ["sh", "-c", f"yes >> {file} 2> /dev/null || true"])
+            # All the time: a save needs no more than what the oldest generation has freed.
+            fill = f"while :; do yes >> {file} 2> /dev/null; done"
+            cluster.inside(victim.host, ["sh", "-c", f"timeout 1 sh -c '{fill}' || true"])
             return job.errors(outcome.at, members, "unsaved")
 
         notes = job.wait(unsaved, "CheckpointError on all ranks")
