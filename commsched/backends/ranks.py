@@ -251,7 +251,9 @@ def add_rows(grad: torch.Tensor) -> torch.Tensor:
     values = grad._values()
     wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
     sums = wide.new_zeros((indices.shape[1], *wide.shape[1:])).index_add_(0, places, wide).to(values.dtype)
-    return torch.sparse_coo_tensor(indices, sums, grad.shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        indices, sums, grad.shape, device=grad.device, is_coalesced=True, check_invariants=False
+    )
 
 
 def empty_rows(like: torch.Tensor) -> torch.Tensor:
