@@ -582,9 +582,8 @@ def disturb(job: Job, outcome: Outcome, members: list[Member]) -> None:
         file = job.folder / "disk" / "filler"
 
         def unsaved() -> Sequence[Note] | None:
-            # All the time: a save needs no more than what the oldest generation has freed.
-            fill = f"while :; do yes >> {file} 2> /dev/null; done"
-            cluster.inside(victim.host, ["sh", "-c", f"timeout 1 sh -c '{fill}' || true"])
+            # All the time: a save needs no more than what the oldest generation has just freed.
+            cluster.inside(victim.host, [sys.executable, "-c", FILLER, str(file)])
             return job.errors(outcome.at, members, "unsaved")
 
         notes = job.wait(unsaved, "CheckpointError on all ranks")
@@ -671,6 +670,16 @@ def leave(strangers: Sequence[subprocess.Popen[Any]], outcome: Outcome) -> None:
         if stranger.returncode:
             outcome.problems.append("the fault has not come: a stranger has reached no port of its host")
 
+
+FILLER = """
+import os, sys, time
+file, end = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY | os.O_APPEND), time.monotonic() + 1
+while time.monotonic() < end:
+    try:
+        os.write(file, bytes(4096))
+    except OSError:
+        pass
+"""
 
 STRANGER = r"""
 import random, socket, struct, sys, time

@@ -247,10 +247,14 @@ def add_rows(grad: torch.Tensor) -> torch.Tensor:
     """
     if grad.is_coalesced() or not grad.is_cpu:
         return grad.coalesce()
-    indices, places = torch.unique(grad._indices(), dim=1, return_inverse=True)
+    shape, keys = grad.shape[: grad.sparse_dim()], grad._indices()[0]
+    for size, more in zip(shape[1:], grad._indices()[1:], strict=True):
+        keys = keys * size + more  # torch.unique() of columns takes 20 times as long
+    rows, places = torch.unique(keys, return_inverse=True)
     values = grad._values()
     wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-    sums = wide.new_zeros((indices.shape[1], *wide.shape[1:])).index_add_(0, places, wide).to(values.dtype)
+    sums = wide.new_zeros((len(rows), *wide.shape[1:])).index_add_(0, places, wide).to(values.dtype)
+    indices = rows[None] if len(shape) == 1 else torch.stack(torch.unravel_index(rows, shape))
     return torch.sparse_coo_tensor(
         indices, sums, grad.shape, device=grad.device, is_coalesced=True, check_invariants=False
     )

@@ -23,6 +23,17 @@ def test_rows_are_added_in_their_order(dtype: torch.dtype, count: int, shape: tu
     assert torch.equal(added.to_dense(), wanted.to(dtype))
 
 
+def test_entries_with_two_numbers() -> None:
+    drawn = torch.Generator().manual_seed(1)
+    places, values = torch.randint(5, (2, 200), generator=drawn), torch.randn(200, 3, generator=drawn)
+    wanted = torch.zeros(5, 6, 3)
+    for row, column, value in zip(*places.tolist(), values, strict=True):
+        wanted[row, column] += value
+    added = add_rows(torch.sparse_coo_tensor(places, values, (5, 6, 3), check_invariants=True))
+    assert added.is_coalesced() and torch.equal(added.to_dense(), wanted)
+    assert torch.equal(added.indices(), added.detach().clone().coalesce().indices())
+
+
 def test_no_rows() -> None:
     added = add_rows(empty_rows(torch.zeros(9, 8)))
     assert added.is_coalesced() and added.shape == (9, 8) and added._nnz() == 0
