@@ -11,7 +11,7 @@ PACKAGES = ("commsched", "scheduler", "comm_core", "dnn_bench")
 # send (80), whole state dicts of their optimizers (55) and compression (70); by 514 for checkpoints of the
 # whole job (556); by 410 for bounds of what users hand over (130), strangers on a rank's port (50), suites
 # of several ranks a host, HSDP and the ranks by host (113), baselines by the code of another checkout (20),
-# ranks that leave in order (33), a disk that stays full (11), and bounds of settings and of the metrics' server (85). By 132 for plans
+# ranks that leave in order (25), and bounds of settings and of the metrics' server (85). By 132 for plans
 # that are searched beside the training; by 270 for ranks that differ (235), the rank that others wait for
 # (20) and ranks by host in plans (15); by 735 for elastic training: states and samplers (290), what ends an
 # epoch (170), epochs' ranks and stores (150), optimizers that outlive jobs (125); by 33
