@@ -167,7 +167,7 @@ def _kept(stage: Stage, saved: Saved) -> dict[str, Any]:
         "random": saved.random,
         "buffers": stage.changed_buffers(saved),
         "written": sorted(saved.written),
-        "attributes": [{k: v for k, v in then.items() if _is_plain(v)} for _, then in saved.attributes],
+        "attributes": [{k: v for k, v in then.items() if _is_plain(v)} for _, then, _ in saved.attributes],
         "cuts": saved.cuts,
     }
 
@@ -248,10 +248,10 @@ def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
         saved = Saved(version, leaves, spec, head, kept["random"], micro, kept["cuts"])
         saved.buffers = kept.get("buffers", {})
         saved.written = set(kept.get("written", ()))
-        saved.attributes = [
-            (own, {key: value for key, value in now.items() if not _is_plain(value)} | then)
-            for (own, now), then in zip(stage.present(), kept.get("attributes", ()))
-        ]
+        saved.attributes = []
+        for (own, now, keys), then in zip(stage.present(), kept.get("attributes", ())):
+            then |= {key: value for key, value in now.items() if not _is_plain(value) and key not in then}
+            saved.attributes.append((own, then, keys - now.keys() | then.keys()))
         stage.restore(micro, saved)
 
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 Loss = Callable[[Any, Any], Tensor]
 Micro = tuple[int, int]
 """Micro-batch and period."""
-Attributes = Sequence[tuple[dict[str, Any], dict[str, Any]]]
-"""The dictionary of each module, and its attributes at some time."""
+Attributes = Sequence[tuple[dict[str, Any], dict[str, Any], frozenset[str]]]
+"""The dictionary of each module, and its attributes and all of its keys at some time."""
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}
 _GONE = object()
 
@@ -159,7 +159,7 @@ class Stage:
 
     def present(self) -> Attributes:
         """The attributes of the modules that the stage runs, in the same order in pipelines made alike."""
-        return [(own, attributes(own)) for own in self._owns]
+        return [(own, attributes(own), frozenset(own)) for own in self._owns]
 
     def leave(self) -> None:
         """Ends a step, or an evaluation: until the next ``follow``, only scripts write to buffers."""
@@ -172,32 +172,46 @@ class Stage:
         script has written to since: a backward may repeat the forward, or a checkpointed block in it. What
         only backwards change stays: a hook may count them.
         """
-        now = [(own, dict(own)) for own, _ in saved.attributes]
-        then = []
-        for place, ((own, given), (_, before)) in enumerate(zip(saved.attributes, now, strict=True)):
+        # Most modules are as they were, which is seen soon; the others by place, with what they are now.
+        now = {n: dict(then[0]) for n, then in enumerate(saved.attributes) if not _is_as(*then)}
+        given = [attributes for _, attributes, _ in saved.attributes]
+        for place, before in now.items():
             stay = {key for at, key in self._of_backwards if at == place}
-            values = {key: value for key, value in given.items() if key not in stay}
-            then.append((own, values | {key: before[key] for key in stay & before.keys()}))
+            values = {key: value for key, value in given[place].items() if key not in stay}
+            given[place] = values | {key: before[key] for key in stay & before.keys()}
+            _assign(saved.attributes[place][0], given[place])
         slots = [(saved.buffers[place], *self._buffer_slots[place]) for place in saved.written]
         buffers = [(held, key, held.get(key, _GONE)) for _, held, key in slots]
         try:
-            _assign(then)
             for copied, held, key in slots:
                 held[key] = None if copied is None else copied.clone()
             yield
         finally:
-            for place, ((own, given), (_, before)) in enumerate(zip(then, now, strict=True)):
-                for key, value in attributes(own).items() if in_backward else ():
-                    had = given.get(key, _GONE)
-                    if value is not had and had is before.get(key, _GONE):
-                        self._of_backwards.add((place, key))
-                        before[key] = value
-            _assign(now)
+            for place, (own, then, keys) in enumerate(saved.attributes):
+                if place in now or not _is_as(own, then, keys):
+                    self._leave_module(place, own, given[place], now.get(place, then), in_backward)
             for held, key, buffer in buffers:
                 if buffer is _GONE:
                     held.pop(key, None)
                 else:
                     held[key] = buffer
+
+    def _leave_module(
+        self,
+        place: int,
+        own: dict[str, Any],
+        given: dict[str, Any],
+        before: dict[str, Any],
+        in_backward: bool,
+    ) -> None:
+        """Gives a module its attributes back, but for those that only a backward has changed."""
+        kept = {}
+        for key, value in attributes(own).items() if in_backward else ():
+            had = given.get(key, _GONE)
+            if value is not had and had is before.get(key, _GONE):
+                self._of_backwards.add((place, key))
+                kept[key] = value
+        _assign(own, before | kept)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Copies a state into the module; its copies share the parameters and get the same buffers."""
@@ -281,9 +295,7 @@ class Stage:
         batch norm's backward reads its statistics again, and autograd does not see that its forward in
         training writes to them.
         """
-        places = [
-            place for place, part in enumerate(self._buffer_modules) if self.stays and not part.training
-        ]
+        places = [n for n, part in enumerate(self._buffer_modules if self.stays else ()) if not part.training]
         slots = [
             (*self._buffer_slots[place], found)
             for place in places
@@ -529,11 +541,15 @@ def attributes(own: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _assign(then: Attributes) -> None:
-    for own, values in then:
-        for key in attributes(own).keys() - values.keys():
-            del own[key]
-        own.update(values)
+def _is_as(own: Mapping[str, Any], then: Mapping[str, Any], keys: frozenset[str]) -> bool:
+    """Whether a module has the attributes that it had, told soon: every backward asks this of all modules."""
+    return own.keys() == keys and all(own.get(key, _GONE) is value for key, value in then.items())
+
+
+def _assign(own: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key in attributes(own).keys() - values.keys():
+        del own[key]
+    own.update(values)
 
 
 def _has_class_weights(loss: Any) -> bool:
