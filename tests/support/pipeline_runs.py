@@ -73,6 +73,16 @@ def on_threads(size: int, work: Callable[[Any], Any], timeout: float = 200.0) ->
     return run_threads(size, lambda rank: work(world.fabric(rank)), timeout + 300.0, world.abort)
 
 
+def trained(fabric: Any, model: Any, data: Any, **options: Any) -> tuple[Weights, list[float], Pipeline]:
+    """One rank's weights, losses and pipeline, which is closed."""
+    pipeline = Pipeline(copy.deepcopy(model), fabric=fabric, **options)
+    losses = [pipeline.step(batch) for batch in data]
+    found = [value for value in losses if value is not None] + pipeline.drain()
+    weights = pipeline.state_dict()
+    pipeline.close()
+    return weights, found, pipeline
+
+
 def train(
     model: nn.Module,
     data: Sequence[Batch],
@@ -82,16 +92,8 @@ def train(
     **options: Any,
 ) -> tuple[Weights, list[float], Pipeline]:
     """The weights, the losses, and rank 0's pipeline; all ranks must agree on both."""
-
-    def work(fabric: Any) -> Any:
-        pipeline = Pipeline(copy.deepcopy(model), loss=loss, optimizer=optimizer, fabric=fabric, **options)
-        losses = [pipeline.step(batch) for batch in data]
-        found = [value for value in losses if value is not None] + pipeline.drain()
-        weights = pipeline.state_dict()
-        pipeline.close()
-        return weights, found, pipeline
-
-    everyone = on_threads(size, work)
+    options |= {"loss": loss, "optimizer": optimizer}
+    everyone = on_threads(size, lambda fabric: trained(fabric, model, data, **options))
     for weights, losses, _ in everyone[1:]:
         assert losses == everyone[0][1]
         assert all(torch.equal(value, everyone[0][0][key]) for key, value in weights.items())

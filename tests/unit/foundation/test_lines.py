@@ -42,11 +42,11 @@ PACKAGES = ("commsched", "scheduler", "comm_core", "dnn_bench")
 # By 525 for blocks on GPUs (193), buffers, modes and weights of forwards that run again (97), arguments that
 # pipelines and benchmarks ignored (69), a place's one process (97), buckets in shared memory (28), a compiled
 # block's wait (22), and what a review found (19).
-# By 598 for staging of what stages and tiles on GPUs exchange (328), what asynchronous schedules must
-# remember of a forward (96), tiers refused on one stage (28), predictions and benchmarks (60), output that
+# By 614 for staging of what stages and tiles on GPUs exchange (328), what asynchronous schedules must
+# remember of a forward (112), tiers refused on one stage (28), predictions and benchmarks (60), output that
 # nobody reads (28), errors of ranks that leave, settings that differ (17), gradients that move, and
 # rows that are added in order (33), a disk that stays full (11).
-BUDGET = 57_275
+BUDGET = 57_291
 
 
 def test_the_product_keeps_to_its_budget() -> None:

@@ -6,6 +6,7 @@ import copy
 import io
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -85,6 +86,41 @@ def test_goes_on_with_the_same_bits(schedule: str, count: int, mesh: Any, layers
         assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
 
 
+def interrupted(
+    model: nn.Module,
+    data: Any,
+    stop: int,
+    schedule: str,
+    count: int,
+    recompute: bool = False,
+    script: Callable[[Any, int], None] = lambda model, number: None,
+) -> Any:
+    """Losses, weights and an evaluation where a new pipeline goes on after batch ``stop`` (-1: none does).
+
+    ``script`` changes the model after each batch.
+    """
+
+    def work(fabric: Any) -> Any:
+        options: Any = {"loss": loss_of, "optimizer": adam, "fabric": fabric, "recompute": recompute}
+        mine = copy.deepcopy(model)
+        pipeline, losses = Pipeline(mine, schedule, count, (2, 1), **options), []
+        for number, batch in enumerate(data):
+            losses.append(pipeline.step(batch))
+            script(mine, number)
+            if number == stop:
+                state = through_a_file(pipeline.checkpoint())
+                pipeline.close()
+                mine = copy.deepcopy(model)
+                script(mine, number)
+                pipeline = Pipeline(mine, schedule, count, (2, 1), **options)
+                pipeline.resume(state)
+        losses += pipeline.drain()
+        weights = {name: value.tolist() for name, value in pipeline.state_dict().items()}
+        return losses, weights, pipeline.evaluate(data[0])
+
+    return on_threads(2, work)[0]
+
+
 class Averaging(nn.Module):
     """Its running mean is in no state dict."""
 
@@ -104,26 +140,8 @@ class Averaging(nn.Module):
 def test_buffers_that_are_not_in_the_state_dict_go_on(schedule: str, count: int, recompute: bool) -> None:
     torch.manual_seed(0)
     model, data = nn.Sequential(Averaging(), Averaging()).double(), batches(5)
-
-    def run(stops: bool) -> Any:
-        def work(fabric: Any) -> Any:
-            options: Any = {"loss": loss_of, "optimizer": adam, "fabric": fabric, "recompute": recompute}
-            pipeline = Pipeline(copy.deepcopy(model), schedule, count, (2, 1), **options)
-            for number, batch in enumerate(data):
-                if stops and number == 3:
-                    state = through_a_file(pipeline.checkpoint())
-                    pipeline.close()
-                    pipeline = Pipeline(copy.deepcopy(model), schedule, count, (2, 1), **options)
-                    pipeline.resume(state)
-                pipeline.step(batch)
-            pipeline.drain()
-            return pipeline.evaluate(data[0]), pipeline.state_dict()
-
-        return on_threads(2, work)[0]
-
-    (loss, wanted), (found, weights) = run(False), run(True)
-    assert found == loss
-    assert all(torch.equal(weights[name], value) for name, value in wanted.items())
+    runs = [interrupted(model, data, stop, schedule, count, recompute) for stop in (-1, 2)]
+    assert runs[0] == runs[1]
 
 
 class Late(nn.Module):
@@ -148,25 +166,8 @@ class Late(nn.Module):
 def test_buffers_that_forwards_have_made_go_on(schedule: str, count: int) -> None:
     torch.manual_seed(0)
     model, data = nn.Sequential(Late(), Late()).double(), batches(5)
-
-    def run(stops: bool) -> Any:
-        def work(fabric: Any) -> Any:
-            options: Any = {"loss": loss_of, "optimizer": adam, "fabric": fabric}
-            pipeline = Pipeline(copy.deepcopy(model), schedule, count, (2, 1), **options)
-            for number, batch in enumerate(data):
-                if stops and number == 3:
-                    state = through_a_file(pipeline.checkpoint())
-                    pipeline.close()
-                    pipeline = Pipeline(copy.deepcopy(model), schedule, count, (2, 1), **options)
-                    pipeline.resume(state)
-                pipeline.step(batch)
-            pipeline.drain()
-            return pipeline.state_dict()
-
-        return on_threads(2, work)[0]
-
-    wanted, found = run(False), run(True)
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    runs = [interrupted(model, data, stop, schedule, count) for stop in (-1, 2)]
+    assert runs[0] == runs[1]
 
 
 class Factor(nn.Module):
@@ -190,30 +191,13 @@ def test_forwards_in_flight_have_their_numbers_after_a_checkpoint(
     torch.manual_seed(0)
     model, data = nn.Sequential(Factor(), Factor()).double(), batches(6)
 
-    def run(stop: int) -> Any:
-        def work(fabric: Any) -> Any:
-            options: Any = {"loss": loss_of, "optimizer": adam, "fabric": fabric, "recompute": recompute}
-            mine = copy.deepcopy(model)
-            pipeline, losses = Pipeline(mine, schedule, count, (2, 1), **options), []
-            for number, batch in enumerate(data):
-                losses.append(pipeline.step(batch))
-                for block in mine:
-                    block.factor = 1.0 + number
-                    block.train(number != 1)
-                if number == stop:
-                    state = through_a_file(pipeline.checkpoint())
-                    pipeline.close()
-                    mine = copy.deepcopy(mine)
-                    pipeline = Pipeline(mine, schedule, count, (2, 1), **options)
-                    pipeline.resume(state)
-            losses += pipeline.drain()
-            return losses, [value.tolist() for value in pipeline.state_dict().values()]
+    def script(model: Any, number: int) -> None:
+        for block in model:
+            block.factor = 1.0 + number
+            block.train(number != 1)
 
-        return on_threads(2, work)[0]
-
-    wanted = run(-1)
-    assert run(1) == wanted
-    assert run(3) == wanted
+    runs = [interrupted(model, data, stop, schedule, count, recompute, script) for stop in (-1, 1, 3)]
+    assert runs[0] == runs[1] == runs[2]
 
 
 def test_a_checkpoint_changes_nothing() -> None:

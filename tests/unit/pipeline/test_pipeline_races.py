@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from commsched import spatial
-from commsched.pipeline import Pipeline
 from commsched.spatial.mesh import current_mesh
 from scheduler import pipelines as programs
 from tests.support import one_process, spatial_models, watched_ranks
-from tests.support.pipeline_runs import batches, chain_model, loss_of, momentum, replayed, train
+from tests.support.pipeline_runs import batches, chain_model, loss_of, momentum, replayed, train, trained
 from tests.support.races import Forgetful
 from tests.support.spatial_cases import on_threads
 from tests.support.watched_ranks import races_of
@@ -41,12 +40,7 @@ def watched(
     stages_, replicas = options["mesh"]
 
     def work(fabric: Any) -> Any:
-        pipeline = Pipeline(copy.deepcopy(model), loss=loss_of, optimizer=momentum, fabric=fabric, **options)
-        losses = [pipeline.step(batch) for batch in data]
-        found = [value for value in losses if value is not None] + pipeline.drain()
-        weights = pipeline.state_dict()
-        pipeline.close()
-        return weights, found
+        return trained(fabric, model, data, loss=loss_of, optimizer=momentum, **options)[:2]
 
     return watched_ranks.pipelines(stages_ * replicas, work, left_out)
 
