@@ -166,9 +166,9 @@ def leave(error: BaseException | None) -> None:
 def _leave_at_exit() -> None:
     """Leave the job, but not in a forked child: its parent stays."""
     if os.getpid() == _initialised_by:
-        leave(
-            None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-        )  # of an interactive one: maybe old
+        # An interactive session goes on after errors: its last one may be old.
+        shown = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        leave(shown)
 
 
 # -- this process and its job --------------------------------------------------------------------------------

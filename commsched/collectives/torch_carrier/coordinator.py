@@ -187,9 +187,8 @@ class Coordinator(threading.Thread):
         elif kind == "failed":
             self._negotiator.fail(message["message"])
         elif kind == "bye":
-            cause = (
-                f"after {error}" if (error := message["error"]) else "(its script ended or called shutdown())"
-            )
+            error = message["error"]
+            cause = f"after {error}" if error else "(its script ended or called shutdown())"
             reason = f"rank {rank} has left the job {cause}"
             self._drop(rank, reason, alarm=False)
             self._left.append((rank, reason))
