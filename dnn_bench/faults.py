@@ -449,7 +449,7 @@ def suffered(cluster: Cluster, waiting: deque[Fault], options: argparse.Namespac
             known = [len(outcome.problems) for outcome in outcomes]
             judge(job, outcomes)
             for outcome, count in zip(outcomes, known, strict=True):
-                for problem in outcome.problems[0 if outcome.hung else count :]:
+                for problem in outcome.problems[0 if outcome is outcomes[-1] else count :]:
                     print(
                         f"      fault {outcome.fault.number + 1}, {outcome.fault.kind}: {problem}", flush=True
                     )

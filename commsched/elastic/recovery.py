@@ -19,6 +19,13 @@
 Only horovodrun's elastic driver can begin an epoch without a lost rank (``process.rendezvous``). Under every
 other launcher a ``CommError`` restores the last commit and is raised: the launcher ends the job, or starts it
 again.
+
+[Note: removed processes]
+The driver answers all processes at once, and tells those of a removed host that they have no place. These
+end, which takes a second or more. It knows an ended process by its place alone. If the host is in the list
+again and the others ask before the driver has noticed that end, it takes it for the end of the new process in
+that place, counts it as failed, and may end the job when the next rank is lost. So the others do not ask
+again while removed processes may still be ending.
 """
 
 from __future__ import annotations
@@ -27,10 +34,12 @@ import functools
 import logging
 import os
 import select
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
+from commsched.collectives.carrier import carrier_or_none
 from commsched.collectives.job import init, leave, rank, size
 from commsched.collectives.operations import allgather_object
 from commsched.elastic.guardian import killed_when_stopped
@@ -48,6 +57,7 @@ _Failure = CommError.__bases__[0] if CommError.__bases__[0] is not RuntimeError 
 
 OUTPUTS = (1, 2)  # stdout and stderr
 _MOST_FAILURES = 2  # rollbacks of the same processes without a commit: a fault of the network may pass
+_ENDING_SECONDS = 5.0  # [Note: removed processes]
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -82,7 +92,7 @@ def run(func: Any = None, *, virtual_ranks: int | None = None, seed: int = 0) ->
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
         place = detect_launch(os.environ, settings().launcher)
         elastic = place.elastic
-        failures = _Failures(state)
+        failures, removals = _Failures(state), _Removals()
         is_reset, can_skip = False, False
         error: Exception | None
         virtual = VirtualRanks(state, virtual_ranks, seed) if virtual_ranks else None
@@ -112,7 +122,7 @@ def run(func: Any = None, *, virtual_ranks: int | None = None, seed: int = 0) ->
                     error = failure
                     _roll_back(state, failures, error, elastic)
                     can_skip = False
-                _next_epoch(state, error)
+                _next_epoch(state, error, removals)
                 is_reset = True
 
     return wrapper
@@ -156,6 +166,28 @@ class _Failures:
             ) from self._last
         if fewest == 0:  # at least one process is new
             self._count = 0
+
+
+class _Removals:
+    """Delays the question for the next epoch after one that has removed hosts: [Note: removed processes]."""
+
+    def __init__(self) -> None:
+        self._asks_at = 0.0
+
+    @contextmanager
+    def change(self, in_order: bool) -> Iterator[None]:
+        """Within this context the ranks change. The driver has noticed the ends of ranks that were lost."""
+        before = _places()
+        time.sleep(max(0.0, self._asks_at - time.monotonic()))
+        yield
+        if in_order and before - _places():
+            self._asks_at = time.monotonic() + _ENDING_SECONDS
+
+
+def _places() -> set[tuple[str, int]]:
+    """Return host and number there of every rank."""
+    carrier = carrier_or_none()
+    return {(record.node, record.local_rank) for record in carrier.meeting.records} if carrier else set()
 
 
 def _commits(state: Any) -> int | None:
@@ -226,15 +258,16 @@ def silence_unread_output() -> bool:
     return bool(unread)
 
 
-def _next_epoch(state: Any, error: Exception | None) -> None:
+def _next_epoch(state: Any, error: Exception | None, removals: _Removals) -> None:
     """Leave this epoch of the job, after an error or in order, and join the next one."""
     silence_unread_output()
-    leave(error)
-    # Before init() asks the driver, which counts its hosts after all ranks have asked. What it announces
-    # while it answers may be missing in the answer; if not, the ranks begin one epoch more than needed.
-    if isinstance(state, State):
-        state.forget_host_updates()
-    init()
+    with removals.change(in_order=error is None):
+        leave(error)
+        # Before init() asks the driver, which counts its hosts after all ranks have asked. What it announces
+        # while it answers may be missing in the answer; if not, the ranks begin one epoch more than needed.
+        if isinstance(state, State):
+            state.forget_host_updates()
+        init()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -122,6 +123,31 @@ def test_hosts_were_only_removed(driver):
     state = Recorded()
     assert failing(hvd.elastic.HostsUpdatedInterrupt(True))(state, 5) == 5
     assert state.calls == ["sync", "call", "forget_host_updates", "on_reset", "call"]
+
+
+ADDED, REMOVED = hvd.elastic.HostsUpdatedInterrupt(False), hvd.elastic.HostsUpdatedInterrupt(True)
+LOST = hvd.CommError("rank 1 died")
+
+
+@pytest.mark.parametrize(
+    ("errors", "left", "waits"),
+    [
+        ((REMOVED, ADDED), {("a", 0)}, True),
+        ((REMOVED, LOST), {("a", 0)}, True),
+        ((LOST, ADDED), {("a", 0)}, False),
+        ((ADDED, ADDED), {("a", 0), ("b", 0), ("c", 0)}, False),
+    ],
+)
+def test_the_driver_notices_the_ends_of_removed_processes_first(driver, monkeypatch, errors, left, waits):
+    """It took the late end of a process for that of the next one in its place, and ended the job."""
+    hvd.init()
+    places = [{("a", 0), ("b", 0)}, left]
+    monkeypatch.setattr(recovery, "_places", lambda: places[bool(driver)], raising=False)
+    monkeypatch.setattr(recovery, "_ENDING_SECONDS", 0.3, raising=False)
+    asks, init = [], recovery.init
+    monkeypatch.setattr(recovery, "init", lambda: (asks.append(time.monotonic()), init()))
+    assert failing(*errors)(Recorded(), 5) == 5
+    assert (asks[1] - asks[0] > 0.3) == waits
 
 
 def test_optimizers_with_other_settings(driver):

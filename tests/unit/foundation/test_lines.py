@@ -45,8 +45,8 @@ PACKAGES = ("commsched", "scheduler", "comm_core", "dnn_bench")
 # By 614 for staging of what stages and tiles on GPUs exchange (328), what asynchronous schedules must
 # remember of a forward (112), tiers refused on one stage (28), predictions and benchmarks (60), output that
 # nobody reads (28), errors of ranks that leave, settings that differ (17), gradients that move, and
-# rows that are added in order (33), a disk that stays full (11).
-BUDGET = 57_291
+# rows that are added in order (33), a disk that stays full (11). By 38 for removed processes that end late.
+BUDGET = 57_329
 
 
 def test_the_product_keeps_to_its_budget() -> None:
