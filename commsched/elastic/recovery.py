@@ -47,7 +47,7 @@ from commsched.elastic.state import State
 from commsched.elastic.virtual import VirtualRanks
 from commsched.env import settings
 from commsched.errors import CheckpointError, CommError, HostsUpdatedInterrupt, SettingsError
-from commsched.optimizer.distributed import lasting
+from commsched.optimizer.distributed import connect, described, lasting
 from commsched.process.launch import detect_launch
 from commsched.process.rendezvous import launcher_server, tell_end
 
@@ -198,20 +198,21 @@ def _commits(state: Any) -> int | None:
 def _begin(state: Any, can_skip: bool, virtual: VirtualRanks | None) -> None:
     """Give all ranks one state, and connect the optimizers. Collective."""
     asked = [["virtual ranks", virtual.count, virtual.seed]] if virtual else []
-    every = allgather_object((can_skip, asked + lasting.described()), "commsched.elastic")
-    differ = [rank for rank, (_, optimizers) in enumerate(every) if optimizers != every[0][1]]
+    optimizers = lasting.alive()
+    every = allgather_object((can_skip, asked + described(optimizers)), "commsched.elastic")
+    differ = [rank for rank, (_, others) in enumerate(every) if others != every[0][1]]
     if differ:
         raise ValueError(
             "all ranks must have made the same optimizers before the function of elastic.run, but rank 0 has"
             f" {every[0][1]} and rank {differ[0]} has {every[differ[0]][1]} (class, number of parameters);"
             " make them where every rank does, or inside of the function, with the same virtual_ranks="
         )
-    optimizers = lasting.set_virtual_ranks(virtual.count if virtual else 0)
+    changed = lasting.set_virtual_ranks(optimizers, virtual.count if virtual else 0)
     if virtual:
-        virtual.connect(optimizers)
+        virtual.connect(changed)
     if not all(skips for skips, _ in every):  # a new rank has nothing yet
         state.sync()
-    lasting.connect()
+    connect(optimizers)
 
 
 def _called(func: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:

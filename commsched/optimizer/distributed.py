@@ -184,38 +184,43 @@ class LastingOptimizers:
         current = carrier_or_none()
         return current is not None and current.launch.elastic
 
-    def _alive(self) -> list[Any]:
+    def alive(self) -> list[Any]:
+        """Return those that somebody uses: the same ones on all ranks, so what it costs (0.1 s) is needed."""
         gc.collect()  # nobody uses those that only the collector knows, on any rank
+        return self._known()
+
+    def _known(self) -> list[Any]:
         return [one for reference in self._made.valuerefs() if (one := reference()) is not None]
 
-    def described(self) -> list[list[Any]]:
-        """Return what must be equal on all ranks before ``connect()``."""
-        return [
-            [type(one).__name__, sum(len(group["params"]) for group in one.param_groups)]
-            for one in self._alive()
-        ]
-
-    def set_virtual_ranks(self, count: int) -> list[Any]:
+    def set_virtual_ranks(self, optimizers: Sequence[Any], count: int) -> list[Any]:
         """Let all that are open expect sums over virtual ranks, and return them; 0: none do. Collective."""
         self.virtual_ranks = count
-        changed = [one for one in self._alive() if not (count and (one._released or one._closed))]
+        changed = [one for one in optimizers if not (count and (one._released or one._closed))]
         for one in changed:
             one.set_virtual_ranks(count)
         return changed
-
-    def connect(self) -> None:
-        """Connect all to the job as it is now. Collective."""
-        for one in self._alive():
-            if not (one._released or one._closed):
-                one.resume()
 
     def disconnect(self, wait: bool) -> None:
         """Make plain optimizers of all that are connected, also of those made inside of the function.
 
         Collective, unless ``wait`` is False.
         """
-        for one in [*self._alive(), *open_optimizers()]:
+        for one in [*(self.alive() if wait else self._known()), *open_optimizers()]:
             one.disconnect(wait)
+
+
+def described(optimizers: Sequence[Any]) -> list[list[Any]]:
+    """Return what must be equal on all ranks before ``connect()``."""
+    return [
+        [type(one).__name__, sum(len(group["params"]) for group in one.param_groups)] for one in optimizers
+    ]
+
+
+def connect(optimizers: Sequence[Any]) -> None:
+    """Connect all to the job as it is now. Collective."""
+    for one in optimizers:
+        if not (one._released or one._closed):
+            one.resume()
 
 
 lasting = LastingOptimizers()
