@@ -12,6 +12,7 @@ from tests.support.launch import run_ranks, start_ranks
 from tests.support.needs import needs_horovod
 
 PROGRAM = Path(__file__).with_name("programs") / "elastic_training.py"
+MEMBERSHIP = PROGRAM.with_name("elastic_membership.py")
 SIZES = [1, 1, 1, 2, 2, 2, 1, 1, 1]
 
 
@@ -102,6 +103,23 @@ def test_a_rank_that_dies_before_the_others_have_met_it(tmp_path: Path) -> None:
     size, *waited = results[0].stdout.split() or [""]
     assert size == "1" and len(waited) == 1, shown
     assert 12 <= float(waited[0]) < 90, shown
+
+
+@pytest.mark.dist
+@needs_horovod
+def test_every_way_in_which_members_change(tmp_path: Path) -> None:
+    """Joins, removals of the last, the middle and the first rank, an abort, subsets: one job through all."""
+    hosts, script = tmp_path / "hosts", tmp_path / "hosts.sh"
+    hosts.write_text("localhost:1\n")
+    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    script.chmod(0o755)
+    with start_ranks(MEMBERSHIP, 3, [str(hosts)], {}, f"elastic:{script}") as ranks:
+        results = ranks.wait()
+        shown = ranks.report()
+    lines = [line for rank in results for line in rank.stdout.splitlines() if line.startswith("[[")]
+    assert len(lines) == 1, shown
+    walked, has_aborted = json.loads(lines[0])
+    assert has_aborted and [size for _, _, size in walked] == [1, 2, 3, 2, 3, 2, 3, 2, 2, 2, 1], shown
 
 
 def leaves_out_a_step() -> None:
