@@ -90,6 +90,7 @@ def _entries() -> list[Baseline]:
         ),
         _auto("auto"),
         _auto("auto_dense", row_sparse=False),
+        replace(_auto("auto_kept"), trainer=HERE + "peers.Kept"),
         replace(_auto("auto_sparse"), changes=SPARSE, sums_rows=True),
         _rounded("ddp_bf16", "DDP", "bf16"),
         # With several buckets its callbacks start collectives in an order that differs by rank.
