@@ -48,7 +48,7 @@ from commsched.elastic.virtual import VirtualRanks
 from commsched.env import settings
 from commsched.errors import CheckpointError, CommError, HostsUpdatedInterrupt, SettingsError
 from commsched.optimizer.distributed import connect, described, lasting
-from commsched.process.launch import detect_launch
+from commsched.process.launch import Launch, detect_launch
 from commsched.process.rendezvous import launcher_server, tell_end
 
 _log = logging.getLogger("commsched")
@@ -100,6 +100,7 @@ def run(func: Any = None, *, virtual_ranks: int | None = None, seed: int = 0) ->
             closing(virtual) if virtual else nullcontext(),
             _notified_of_hosts(state, elastic),
             killed_when_stopped() if elastic else nullcontext(),
+            _end_told(place) if elastic else nullcontext(),
         ):
             while True:
                 try:
@@ -107,14 +108,11 @@ def run(func: Any = None, *, virtual_ranks: int | None = None, seed: int = 0) ->
                     if is_reset:
                         state.on_reset()
                     _begin(state, can_skip, virtual)
-                    result = _called(func, state, *args, **kwargs)
-                    if elastic:
-                        tell_end(place)
-                    return result
+                    return _called(func, state, *args, **kwargs)
                 except HostsUpdatedInterrupt as interrupt:
                     error = None
                     can_skip = _ended_in_order(state, failures, elastic) and interrupt.skip_sync
-                except (CheckpointError, SettingsError, _RepeatedFailure):
+                except _LASTING:
                     raise
                 except (_Failure, OSError) as failure:
                     if isinstance(failure, OSError) and not (elastic and silence_unread_output()):
@@ -130,6 +128,9 @@ def run(func: Any = None, *, virtual_ranks: int | None = None, seed: int = 0) ->
 
 class _RepeatedFailure(CommError):
     """The same processes have failed again; another epoch would end in the same way."""
+
+
+_LASTING = CheckpointError, SettingsError, _RepeatedFailure  # every rank raises it, and would do so again
 
 
 class _Failures:
@@ -269,6 +270,18 @@ def _next_epoch(state: Any, error: Exception | None, removals: _Removals) -> Non
         if isinstance(state, State):
             state.forget_host_updates()
         init()
+
+
+@contextmanager
+def _end_told(place: Launch) -> Iterator[None]:
+    """Tell a later process in this place how this context ends."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, _LASTING) or not isinstance(error, _Failure):  # else this one has met nobody
+            tell_end(place, error)
+        raise
+    tell_end(place)
 
 
 @contextmanager

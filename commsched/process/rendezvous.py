@@ -62,10 +62,11 @@ until it ends, and a later process of that place waits for the name in its first
     ---------------------------------------  ---------------------------------------------------------------
     asks, meets, trains                      waits, while horovodrun answers. The driver sees it alive, and
                                              takes the other's questions for its own
-    fails, is killed, or learns that it      has the name, and begins as any new process
-    is no longer part of the job
-    ends after its training: `elastic.run`   ends with status 0, for the driver the place's
-    has told so to horovodrun's server
+    is killed, or learns that it is no       has the name, and begins as any new process
+    longer part of the job
+    ends after its training, or with an      ends with status 0, or 1: for the driver, so does the place. If
+    error: `elastic.run` has told so to      all ranks end with that error, a new process that remained would
+    horovodrun's server                      begin the training anew
 
 The earlier one goes first because its state may be the newest that is left: the others may be lost while it
 comes back. The later one would begin the training anew.
@@ -115,6 +116,7 @@ _PLACE = tuple(f"HOROVOD_{name}" for name in "RANK SIZE LOCAL_RANK LOCAL_SIZE CR
 _LINGER_SECONDS = 20.0
 _ANSWER_SECONDS = 10.0  # that the store has for each answer, also shortly before the deadline
 _ARRIVALS = "commsched/arrivals"
+_OVER = b"in order"
 
 
 @dataclass(frozen=True)
@@ -266,21 +268,24 @@ def _hold_name(launch: Launch, server: KeyValueServer) -> socket.socket:
             _log.warning(told, who)
         # Also now and then while it waits: where horovodrun has ended, this raises.
         if asked is None or has_name or time.monotonic() > asked + _ANSWER_SECONDS:
-            if server.request("GET", "commsched", _end_key(launch)) is not None:
-                _log.warning("%s ends: an earlier one in its place has ended the training", who)
-                sys.exit(0)
+            how = server.request("GET", "commsched", _end_key(launch))
+            if how is not None:
+                _log.warning(
+                    "%s ends: an earlier one in its place has ended the training (%s)", who, how.decode()
+                )
+                sys.exit(how != _OVER)
             asked = time.monotonic()
         if has_name:
             return held
         time.sleep(_POLL_SECONDS)
 
 
-def tell_end(launch: Launch) -> None:
-    """Tell a later process of this place that the training is over: [Note: one process in a place]."""
+def tell_end(launch: Launch, error: Exception | None = None) -> None:
+    """Tell a later process of this place how the training has ended: [Note: one process in a place]."""
     server = launcher_server(_ANSWER_SECONDS)
     if server is not None:
         with suppress(CommError):  # horovodrun has ended, too
-            server.put("commsched", _end_key(launch), b"over")
+            server.put("commsched", _end_key(launch), repr(error).encode() if error else _OVER)
 
 
 def _end_key(launch: Launch) -> str:

@@ -243,6 +243,23 @@ def test_without_a_driver_the_commit_is_restored_and_the_error_raised():
     assert state.calls == ["sync", "call", "restore"]
 
 
+@pytest.mark.parametrize("error", [None, ValueError("other"), hvd.SettingsError("lr of group 0"), LOST])
+def test_what_a_later_process_in_this_place_is_told(driver, monkeypatch, error):
+    """After an error on all ranks it began the training anew, alone. After a failed meeting it may begin."""
+    hvd.init()
+    told = []
+
+    def unmet():
+        raise hvd.CommError("rank 0 of 2 has not met the others")
+
+    monkeypatch.setattr(recovery, "tell_end", lambda place, error=None: told.append(error))
+    if error is LOST:
+        monkeypatch.setattr(recovery, "init", unmet)
+    with nullcontext() if error is None else pytest.raises(type(error)):
+        failing(*[error] * (error is not None))(Recorded(), 5)
+    assert told == ([] if error is LOST else [error])
+
+
 def test_other_errors_end_the_function(driver):
     hvd.init()
     state = Recorded()
