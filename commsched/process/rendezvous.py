@@ -62,8 +62,8 @@ until it ends, and a later process of that place waits for the name in its first
     ---------------------------------------  ---------------------------------------------------------------
     asks, meets, trains                      waits, while horovodrun answers. The driver sees it alive, and
                                              takes the other's questions for its own
-    is killed, or learns that it is no       has the name, and begins as any new process
-    longer part of the job
+    is killed, or learns that it is no       has the name, asks, and begins as any new process: the rank that
+    longer part of the job                   it was started with is that of the epoch which has just ended
     ends after its training, or with an      ends with status 0, or 1: for the driver, so does the place. If
     error: `elastic.run` has told so to      all ranks end with that error, a new process that remained would
     horovodrun's server                      begin the training anew
@@ -221,7 +221,8 @@ def renew(launch: Launch) -> None:
     # The others may notice a loss only after COMMSCHED_TIMEOUT, or still wait for ranks, or start.
     server = launcher_server(settings().timeout + settings().start_timeout)
     if _name is None and server is not None:
-        _name = _hold_name(launch, server)
+        _name, has_waited = _hold_name(launch, server)
+        _has_met |= has_waited
     if not _has_met:
         return
     _connection = None  # nobody may find the store of the ended epoch
@@ -248,13 +249,17 @@ def renew(launch: Launch) -> None:
     _has_met = False
 
 
-def _hold_name(launch: Launch, server: KeyValueServer) -> socket.socket:
-    """Wait until no earlier process of this place runs; end this one if that one has ended the training."""
+def _hold_name(launch: Launch, server: KeyValueServer) -> tuple[socket.socket, bool]:
+    """Wait until no earlier process of this place runs; end this one if that one has ended the training.
+
+    Return the name's socket, and whether there was an earlier process.
+    """
     who = f"process {launch.local_rank} of host {launch.node}"
     place = f"{server.root} {who} {settings().job_token}"
     name = "\0commsched-" + hashlib.sha256(place.encode()).hexdigest()
     held = close_in_children(socket.socket(socket.AF_UNIX))
     asked: float | None = None
+    has_waited = False
     while True:
         has_name = True
         try:
@@ -262,7 +267,7 @@ def _hold_name(launch: Launch, server: KeyValueServer) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            has_name = False
+            has_name, has_waited = False, True
         if asked is None and not has_name:
             told = "%s waits: an earlier one, which horovodrun takes for ended, goes on in its place"
             _log.warning(told, who)
@@ -276,7 +281,7 @@ def _hold_name(launch: Launch, server: KeyValueServer) -> socket.socket:
                 sys.exit(how != _OVER)
             asked = time.monotonic()
         if has_name:
-            return held
+            return held, has_waited
         time.sleep(_POLL_SECONDS)
 
 
