@@ -49,7 +49,7 @@ from commsched.env import settings
 from commsched.errors import CheckpointError, CommError, HostsUpdatedInterrupt, SettingsError
 from commsched.optimizer.distributed import connect, described, lasting
 from commsched.process.launch import Launch, detect_launch
-from commsched.process.rendezvous import launcher_server, tell_end
+from commsched.process.rendezvous import launcher_server, tell_begin, tell_end
 
 _log = logging.getLogger("commsched")
 # Of Horovod where that is installed: scripts raise it, too.
@@ -275,6 +275,7 @@ def _next_epoch(state: Any, error: Exception | None, removals: _Removals) -> Non
 @contextmanager
 def _end_told(place: Launch) -> Iterator[None]:
     """Tell a later process in this place how this context ends."""
+    tell_begin(place)
     try:
         yield
     except Exception as error:

@@ -274,7 +274,7 @@ def _hold_name(launch: Launch, server: KeyValueServer) -> tuple[socket.socket, b
         # Also now and then while it waits: where horovodrun has ended, this raises.
         if asked is None or has_name or time.monotonic() > asked + _ANSWER_SECONDS:
             how = server.request("GET", "commsched", _end_key(launch))
-            if how is not None:
+            if how and has_name:  # else the earlier one may train once more
                 _log.warning(
                     "%s ends: an earlier one in its place has ended the training (%s)", who, how.decode()
                 )
@@ -291,6 +291,13 @@ def tell_end(launch: Launch, error: Exception | None = None) -> None:
     if server is not None:
         with suppress(CommError):  # horovodrun has ended, too
             server.put("commsched", _end_key(launch), repr(error).encode() if error else _OVER)
+
+
+def tell_begin(launch: Launch) -> None:
+    """Take back what this process has told of the end of an earlier training."""
+    server = launcher_server(_ANSWER_SECONDS)
+    if server is not None and server.request("GET", "commsched", _end_key(launch)):
+        server.put("commsched", _end_key(launch), b"")
 
 
 def _end_key(launch: Launch) -> str:

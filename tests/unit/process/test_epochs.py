@@ -180,12 +180,15 @@ from commsched.process.launch import detect_launch
 rendezvous.renew(detect_launch(os.environ))
 print("has the place", flush=True)
 end = sys.stdin.readline().strip()
-if end:
+if end == "again":
+    rendezvous.tell_end(detect_launch(os.environ))
+    rendezvous.tell_begin(detect_launch(os.environ))
+elif end:
     rendezvous.tell_end(detect_launch(os.environ), ValueError("other optimizers") if end == "fail" else None)
 """
 
 
-@pytest.mark.parametrize("end", ["killed", "in order", "with an error", "outside of elastic.run"])
+@pytest.mark.parametrize("end", ["killed", "in order", "with an error", "outside", "in a second run"])
 def test_a_process_waits_for_an_earlier_one_in_its_place(driver, end):
     """horovodrun had taken the earlier one for ended, and told both the same rank.
 
@@ -213,7 +216,8 @@ def test_a_process_waits_for_an_earlier_one_in_its_place(driver, end):
                     if end == "killed":
                         earlier.kill()
                     else:
-                        earlier.communicate(told.get(end, "\n"), timeout=300)
+                        line = "again\n" if end == "in a second run" else "\n"
+                        earlier.communicate(told.get(end, line), timeout=300)
                     shown, said = later.communicate(timeout=300)
                 finally:
                     later.kill()
