@@ -35,6 +35,7 @@ import logging
 import os
 import select
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
@@ -236,12 +237,21 @@ def _ended_in_order(state: Any, failures: _Failures, elastic: bool) -> bool:
 
 def _roll_back(state: Any, failures: _Failures, error: Exception, elastic: bool) -> None:
     """Restore the last commit; raise the error where nobody can begin an epoch without the lost rank."""
+    if elastic:
+        _forget_locals(error)
     lasting.disconnect(wait=False)
     state.restore()
     if not elastic:
         raise error
     failures.add(error)
     _log.warning("the job goes on from the last commit with the ranks that are left: %s", error)
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Let go of what an error's frames hold: a pipeline of the epoch that ends, its activations, a batch."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def silence_unread_output() -> bool:

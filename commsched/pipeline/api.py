@@ -162,14 +162,14 @@ class Pipeline:
         types: GradientTypes,
         clips: bool,
     ) -> None:
-        tied, names = chain.tied(self.layout.cuts).values(), chain.first_names()
+        tied, self._names = chain.tied(self.layout.cuts).values(), chain.first_names()
         shared, own = chain.shared(self.layout.cuts).values(), optimizer is None
         self.stages = make_stages(
             chain, self.program, self.fabric, loss, tied, shared, own, tile_options, types
         )
         ties, lane = checked_ties(tied, self.program, self.stages), self.fabric.lane("ties")
         build.share_weights(chain, self.layout, self.fabric, self._lane, self.stages, shared)
-        maker = UpdateMaker(chain, self.program, self.fabric, optimizer, on_step, hosts, names)
+        maker = UpdateMaker(chain, self.program, self.fabric, optimizer, on_step, hosts, self._names)
         self._updates = maker.make(self.stages, ties)
         self._losses = Losses(self.layout, self.fabric, self.stages)
         terms = None if count is None else Terms(count, self.layout, self.fabric)
@@ -341,6 +341,33 @@ class Pipeline:
         self._weights.callers_model.old = True
         with self._health.guarded():
             checkpoint.resumed(self, state)
+
+    def training_state(self) -> dict[str, Any]:
+        """What a pipeline of the same model needs to go on, whatever its ranks and stages: the whole model's
+        weights and buffers, the optimizers' state and options by parameter, the number of steps, and the
+        sampler's position. Copies in host memory, on every rank. All ranks must call, with nothing in flight.
+        """
+        self._check_can_be_moved()
+        with self._health.guarded():
+            return checkpoint.whole_training(self)
+
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Goes on where ``training_state`` was taken, but for random numbers. Every rank must call."""
+        self._check_can_be_moved()
+        with self._health.guarded():
+            checkpoint.put_training(self, state)
+
+    def _check_can_be_moved(self) -> None:
+        if self._leaves_gradients:
+            raise ValueError(
+                "with optimizer=None the caller takes the steps, and the state of his optimizer is not here:"
+                " pass optimizer= to Pipeline"
+            )
+        if self.in_flight:
+            raise ValueError(
+                f"schedule {self.program.policy!r} has micro-batches in flight, which belong to the present"
+                " stages: call drain() first; it returns the losses of those steps"
+            )
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The newest weights of the stages that this rank holds, once all of them are here. They may be

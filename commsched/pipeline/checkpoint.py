@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from commsched.pipeline.chain import Chain
 from commsched.pipeline.exchange import Inputs, Values
@@ -22,15 +22,18 @@ from commsched.pipeline.messages import (
     Fabric,
     Lane,
     Leaf,
+    everyones,
     from_first,
     receive_object,
+    receive_state,
     send_object,
+    send_state,
 )
 from commsched.pipeline.random_state import random_state, set_random_state
 from commsched.pipeline.rows import Share
 from commsched.pipeline.shares import Sampling
 from commsched.pipeline.stage import Head, Saved, Stage, Version, load_state, slot_of
-from commsched.pipeline.update import Update
+from commsched.pipeline.update import Stepped, Update
 from scheduler.ir.actions import SENT_AS, Action, Kind, peer_of, stage_of
 from scheduler.ir.layout import Layout, far_stage
 from scheduler.ir.program import LINK_LANE, RECV_LANE, Program
@@ -57,8 +60,13 @@ class Running(Protocol):
     _updates: dict[int, Update]
     _inputs: Inputs
     _sampling: Sampling
+    _weights: FullState
+    _names: dict[str, str]
+    fabric: Fabric
     _periods: int
     _done: int
+
+    def _newest(self) -> None: ...
 
 
 def taken(pipeline: Running) -> dict[str, Any]:
@@ -214,13 +222,7 @@ def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
     for module, kept in zip(stage.modules, state["modules"], strict=True):
         load_state(module, kept)
     for module, unsaved in zip(stage.modules, state.get("unsaved", ())):  # older checkpoints have none
-        for name, value in unsaved.items():
-            buffers, key = slot_of(module, name)
-            own = buffers.get(key)
-            if own is None or value is None or (own.shape, own.dtype) != (value.shape, value.dtype):
-                buffers[key] = None if value is None else value.to(stage.device, copy=True)
-            else:
-                own.copy_(value)
+        _put_unsaved(module, unsaved, stage.device)
     versions = stage.versions
     newest = versions.newest
     versions.live = {
@@ -253,6 +255,16 @@ def _restore(stage: Stage, update: Update, state: dict[str, Any]) -> None:
             then |= {key: value for key, value in now.items() if not _is_plain(value) and key not in then}
             saved.attributes.append((own, then, keys - now.keys() | then.keys()))
         stage.restore(micro, saved)
+
+
+def _put_unsaved(module: nn.Module, unsaved: dict[str, Tensor | None], device: torch.device) -> None:
+    for name, value in unsaved.items():
+        buffers, key = slot_of(module, name)
+        own = buffers.get(key)
+        if own is None or value is None or (own.shape, own.dtype) != (value.shape, value.dtype):
+            buffers[key] = None if value is None else value.to(device, copy=True)
+        else:
+            own.copy_(value)
 
 
 def _reduce_again(pipeline: Running) -> None:
@@ -353,6 +365,67 @@ class FullState:
             stage.load(state)
         for key, value in self.spare.items():
             value.copy_(state[key])
+
+
+# -- the state of the whole training, for a pipeline of other stages -----------------------------------------
+
+
+def whole_training(pipeline: Running) -> dict[str, Any]:
+    """Copies in host memory, the same on every rank: each stage's first rank sends its part to all others."""
+    pipeline._newest()
+    weights, fabric, mine = pipeline._weights, pipeline.fabric, {}
+    for number, stage in sorted(pipeline.stages.items()):
+        update = pipeline._updates[number]
+        assert isinstance(update, Stepped)
+        by_name = update.state_by_name(pipeline._names)
+        if weights.owners[number] == fabric.rank:
+            mine[number] = tree_map(_copied, {
+                "model": dict(stage.module.state_dict()),
+                "unsaved": _unsaved(stage.module),
+                "optimizer": by_name,
+                "steps": update.taken,
+            })  # fmt: skip
+    ranks = range(fabric.size)
+    told = everyones(weights.lane, fabric.rank, ranks, mine, send_state, receive_state)
+    parts = [part for _, part in sorted(item for each in told for item in each.items())]
+    model = {key: value.clone() for key, value in weights.spare.items()}
+    unsaved: dict[str, Tensor | None] = {}
+    optimizer: dict[str, Any] = {"groups": [], "state": {}}
+    for part in parts:
+        model |= part["model"]
+        unsaved |= part["unsaved"]
+        optimizer["groups"] += part["optimizer"]["groups"]
+        optimizer["state"] |= part["optimizer"]["state"]
+    steps = [part["steps"] for part in parts]
+    if len(set(steps)) > 1:
+        raise ValueError(f"all ranks must have taken the same steps, but the stages have taken {steps}")
+    return {
+        "model": {key: model[key] for key in weights.keys},
+        "unsaved": unsaved,
+        "optimizer": optimizer,
+        "steps": steps[0],
+        "sampler": pipeline._sampling.state(),
+    }
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True).contiguous() if isinstance(value, Tensor) else deepcopy(value)
+
+
+@torch.no_grad()
+def put_training(pipeline: Running, state: dict[str, Any]) -> None:
+    extra = {key: deepcopy(value) for key, value in state["model"].items() if not isinstance(value, Tensor)}
+    pipeline._weights.load_state_dict(state["model"] | extra)
+    for number, stage in sorted(pipeline.stages.items()):
+        for module in stage.modules:
+            held = dict(module.named_modules())
+            unsaved = {k: value for k, value in state["unsaved"].items() if k.rpartition(".")[0] in held}
+            _put_unsaved(module, unsaved, stage.device)
+        update = pipeline._updates[number]
+        assert isinstance(update, Stepped)
+        update.load_by_name(state["optimizer"], pipeline._names)
+        update.taken = state["steps"]
+    pipeline._sampling.resume(state["sampler"], None)
 
 
 # -- the model that the caller passed: other ranks' weights do not come back to it ---------------------------

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 import comm_core
 from commsched.backends.cpu import tiers_between
@@ -388,6 +388,23 @@ def receive_object(lane: Lane, peer: int) -> Any:
     data = torch.empty(int(size), dtype=torch.uint8)
     lane.receive(peer, [data]).wait()
     return pickle.loads(data.numpy().tobytes())
+
+
+def send_state(lane: Lane, peer: int, tree: Any) -> list[Pending]:
+    """A pytree of tensors in host memory, and of anything that can be pickled."""
+    outline = tree_map_only(Tensor, lambda tensor: Leaf(tuple(tensor.shape), tensor.dtype), tree)
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [*send_object(lane, peer, outline), lane.send(peer, tensors)]
+
+
+def receive_state(lane: Lane, peer: int) -> Any:
+    leaves, spec = tree_flatten(receive_object(lane, peer))
+    found = [
+        torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") if isinstance(leaf, Leaf) else leaf
+        for leaf in leaves
+    ]
+    lane.receive(peer, [leaf for leaf in found if isinstance(leaf, Tensor)]).wait()
+    return tree_unflatten(found, spec)
 
 
 def everyones(

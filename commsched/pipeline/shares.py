@@ -328,8 +328,8 @@ class StepSampler(Sampler[list[int]]):
         """Data and position, for a checkpoint."""
         return {"data": self._data, "epoch": self.epoch, "position": self.position}
 
-    def resume(self, state: dict[str, Any], random: list[Tensor]) -> None:
-        """Goes on at a checkpoint's position, whose random numbers were ``random``."""
+    def resume(self, state: dict[str, Any], random: list[Tensor] | None) -> None:
+        """Goes on at a checkpoint's position, whose random numbers were ``random``. None: not kept."""
         if state["data"] != self._data:
             raise ValueError(
                 f"the checkpoint's sampler has {state['data']}, this one {self._data}; make it of the same"
@@ -344,7 +344,7 @@ class Sampling:
 
     def __init__(self) -> None:
         self._sampler: StepSampler | None = None
-        self._waiting: tuple[dict[str, Any], list[Tensor]] | None = None
+        self._waiting: tuple[dict[str, Any], list[Tensor] | None] | None = None
 
     def use(self, sampler: StepSampler) -> StepSampler:
         """Takes it in the place of any earlier one."""
@@ -378,7 +378,7 @@ class Sampling:
     def state(self) -> dict[str, Any] | None:
         return None if self._sampler is None else self._sampler.state()
 
-    def resume(self, state: dict[str, Any] | None, random: list[Tensor]) -> None:
+    def resume(self, state: dict[str, Any] | None, random: list[Tensor] | None) -> None:
         self._waiting = None if state is None else (state, random)
         if self._sampler is not None:
             self.use(self._sampler)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from commsched.optimizer.buckets import Buffers, Layout
-from commsched.optimizer.gradient import Gradient
+from commsched.optimizer.gradient import RESIDUAL, Gradient
 from commsched.optimizer.pending import Access, can_pend, clear_pending, mark_pending
 from commsched.optimizer.sharded_step import (
     HALVES,
@@ -47,6 +47,8 @@ from commsched.pipeline.forward_mode import in_dry_run
 from commsched.pipeline.messages import Fabric, NoLane, from_host, to_host
 from commsched.pipeline.reduction import ReplicaBuckets, Replicas, StageRanks, summed_over
 from commsched.pipeline.stage import Stage, Version
+
+_MEMBERS = ("params", "param_names")  # of a group: not options
 
 Factory = Callable[[list[Any]], Optimizer]
 """Makes an optimizer of parameters; if its first argument is called ``named_parameters``, of pairs of name
@@ -111,6 +113,12 @@ def _exchange(value: Any, own: Mapping[Any, nn.Parameter], seen: set[int]) -> An
         value.clear()
         value.update(entries)
     return value
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)
 
 
 class Update:
@@ -424,7 +432,9 @@ class Stepped(Update):
         part.
         """
         optimizer, shards, buckets = self.optimizer, self.shards, self.buckets
-        assert optimizer is not None and shards is not None
+        assert optimizer is not None
+        if shards is None:
+            return type(optimizer).state_dict(optimizer)
         self.finish()
         self.settle()  # the engine must not use the connections of what is gathered here
         gather = (lambda *_: None) if buckets is None else buckets.backend.gather_now
@@ -434,15 +444,71 @@ class Stepped(Update):
         whole = optimizer.state | {p: whole[p] for p in members if p in whole}
         return state_dict_with(optimizer, type(optimizer), whole)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes this rank's parts of the state of whole parameters; every rank of the stage must call."""
+    def load_state_dict(self, state: dict[str, Any], keep_types: bool = False) -> None:
+        """Takes this rank's parts of the state of whole parameters; every rank of the stage must call.
+        ``keep_types``: where torch rounds tensors to the parameters' type.
+        """
         optimizer, shards = self.optimizer, self.shards
-        assert optimizer is not None and shards is not None
-        load_state_dict_of(optimizer, type(optimizer), state, self._masters)
+        assert optimizer is not None
+        load_state_dict_of(optimizer, type(optimizer), state, keep_types or self._masters)
         if self.buckets is not None:
             self.settle()
             self.buckets.residuals.load()
-        shards.take_state(optimizer.state)
+        if shards is not None:
+            shards.take_state(optimizer.state)
+
+    def state_by_name(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """The optimizer's state, and the options of its groups, by the first ``names`` of parameters
+        (``Chain.first_names``). Every rank of the stage must call.
+        """
+        if self.optimizer is None:
+            return {"groups": [], "state": {}}
+        whole, groups, numbered = self.state_dict(), [], dict[Any, str]()
+        for kept, mine in zip(whole["param_groups"], self._groups(names), strict=True):
+            numbered |= zip(kept["params"], mine, strict=True)
+            groups.append((mine, {key: value for key, value in kept.items() if key not in _MEMBERS}))
+        if others := [key for key in whole["state"] if key not in numbered]:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} keeps a state of no parameter ({others[:4]}), and stages"
+                " that are cut anew can only share out that of parameters"
+            )
+        return {"groups": groups, "state": {numbered[n]: kept for n, kept in whole["state"].items()}}
+
+    def load_by_name(self, kept: Mapping[str, Any], names: Mapping[str, str]) -> None:
+        """Takes this stage's part of what ``state_by_name`` has returned for all stages. A group gets each
+        option that its parameters had alike; another one is as the function has made it.
+        """
+        if self.optimizer is None:
+            return
+        options = {name: given for mine, given in kept["groups"] for name in mine}
+        state: dict[str, Any] = {"state": {}, "param_groups": []}
+        made = type(self.optimizer).state_dict(self.optimizer)["param_groups"]
+        for group, mine in zip(made, self._groups(names), strict=True):
+            given = [options[name] for name in mine if name in options]
+            alike = {
+                key: value
+                for key, value in (given[0] if given else {}).items()
+                if all(key in other and _is_equal(other[key], value) for other in given)
+            }
+            state["param_groups"].append(group | alike)
+            for number, name in zip(group["params"], mine, strict=True):
+                if name in kept["state"]:
+                    entries = copy.deepcopy(kept["state"][name])
+                    if self.buckets is None:
+                        entries.pop(RESIDUAL, None)  # nobody would send it
+                    if entries:
+                        state["state"][number] = entries
+        self.load_state_dict(state, keep_types=True)
+
+    def _groups(self, names: Mapping[str, str]) -> list[list[str]]:
+        """The parameters of each of the optimizer's groups."""
+        assert self.optimizer is not None
+        own = {
+            id(p): names.get(n, n) for p, n in zip(self.parameters, self.stage.versions.names, strict=True)
+        }
+        return [
+            [own[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups
+        ]
 
     # Reading a new version
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,34 @@ def test_tiles_are_one_process(
         torch.testing.assert_close(value, evaluated, rtol=0, atol=1e-10)
         for name, tensor in state.items():
             torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-10)
+
+
+def test_a_training_goes_on_with_other_tiles() -> None:
+    """``training_state`` from stages on tiles to a mirrored pipeline, and to other tiles: one process."""
+    losses, state, _ = one_process(13)
+    start, batches = model(), data(13)
+    layouts: list[Any] = [
+        {"placements": (Tiles((1, 2)), Samples(2)), "cuts": (0, 2)},
+        {"mesh": (2, 1), "mirrored": True},
+        {"placements": (Samples(), Tiles((1, 3))), "cuts": (0, 1)},
+    ]
+
+    def work(kept: Any, batch: Any, layout: Any, fabric: Any) -> Any:
+        common: Any = {"loss": F.cross_entropy, "optimizer": momentum, "bucket_bytes": 256, "fabric": fabric}
+        pipeline = Pipeline(copy.deepcopy(start), "gpipe", 2, **layout, **common)
+        if kept is not None:
+            pipeline.load_training_state(kept)
+        found = pipeline.step(batch), pipeline.training_state()
+        pipeline.close()
+        return found
+
+    kept: Any = None
+    for number, (size, layout) in enumerate(zip((4, 2, 4), layouts, strict=True)):
+        for loss, now in on_threads(size, partial(work, kept, batches[number], layout)):
+            torch.testing.assert_close(loss, losses[number], rtol=0, atol=1e-10)
+            left = now
+        kept = left
+    torch.testing.assert_close(kept["model"], dict(state), rtol=0, atol=1e-10)
 
 
 def test_a_plan_with_tiles_is_one_process(tmp_path: Path) -> None:
