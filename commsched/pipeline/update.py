@@ -361,10 +361,7 @@ class Stepped(Update):
         """``on_step`` and hooks of the step get an error for gradients of which this rank has a shard or a
         float32 copy: None would mean that there are none.
         """
-        used = [grad is not None for grad in self.grads]
-        if self.buckets is not None:
-            counts = self.buckets.used
-            used = [bool(counts[p]) if p in self.buckets.places else n for p, n in enumerate(used)]
+        used = self._used()
         hidden = [
             place for place, p in enumerate(self.parameters) if used[place] and p.grad is None and can_pend(p)
         ]
@@ -385,11 +382,16 @@ class Stepped(Update):
             " steps after pipeline.step()"
         )
 
-    def _step_shards(self, optimizer: Optimizer, shards: Shards) -> None:
+    def _used(self) -> list[int]:
+        """By parameter how many replicas have used it: 0 or 1 where this rank has the whole gradient."""
         used = [int(grad is not None) for grad in self.grads]
         if self.buckets is not None:
             counts = self.buckets.used
             used = [counts[place] if place in self.buckets.places else n for place, n in enumerate(used)]
+        return used
+
+    def _step_shards(self, optimizer: Optimizer, shards: Shards) -> None:
+        used = self._used()
         for part in shards.whole_parts:
             grad = self.grads[part.gradient.number]
             if grad is not None:

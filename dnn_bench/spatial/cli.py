@@ -99,9 +99,6 @@ def build(plan: StagePlan) -> tuple[list[Any], Any, Any]:
     cells = MODELS[o.model](o.num_layers, o.num_filters, o.num_classes)
     if o.balance:
         balance = numbers("--balance", o.balance)
-    elif o.cuts:
-        starts = [0, *numbers("--cuts", o.cuts), len(cells)]
-        balance = [end - start for start, end in zip(starts, starts[1:])]
     else:
         balance = even_balance(len(cells), o.split_size)
     generator = torch.Generator().manual_seed(o.seed)

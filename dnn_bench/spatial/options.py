@@ -43,7 +43,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--slice-method", choices=SLICES, help="how the image is cut into tiles (default: square)")
     add("--parts", type=int, default=1, help="micro-batches of a batch")
     add("--balance", help="cells in each stage: 3,4 (default: equally many)")
-    add("--cuts", help="first cells of the later stages, instead of --balance: 3,5")
     add("--times", type=int, default=1, help="gems: batches of a step")
     add("--local-DP", type=int, default=1, help="ranks that share the samples of later stages")
     add("--replicas", type=int, default=1, help="data-parallel replicas")
@@ -128,12 +127,6 @@ def _check(o: argparse.Namespace, mirrored: bool, spatial: int) -> None:
         raise ValueError("--enable-master-comm-opt is for --mode gems and gems+sp")
     if o.app == 3 and (o.checkpoint or o.enable_evaluation):
         raise ValueError("--checkpoint and --enable-evaluation need data: --app 1 or 2, and --datapath")
-    if o.cuts and o.balance:
-        raise ValueError("--cuts and --balance say the same; give one of them")
-    if o.cuts and len(numbers("--cuts", o.cuts)) != o.split_size - 1:
-        raise ValueError(
-            f"--cuts needs {o.split_size - 1} numbers for --split-size {o.split_size}, got {o.cuts}"
-        )
     if o.balance and len(numbers("--balance", o.balance)) != o.split_size:
         raise ValueError(
             f"--balance needs a number for each of the {o.split_size} stages (--split-size), got {o.balance}"

@@ -107,11 +107,7 @@ def _fuse(
 
 def one_per_layer(sizes: Sequence[int], groups: Sequence[int] | None = None) -> tuple[Bucket, ...]:
     """One bucket for each layer with bytes, in backward order."""
-    return tuple(
-        Bucket((Piece(layer, 0, sizes[layer]),), groups[layer] if groups is not None else 0)
-        for layer in reversed(range(len(sizes)))
-        if sizes[layer]
-    )
+    return fuse_by_bytes(sizes, 1, groups=groups)
 
 
 def in_backward_order(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:

@@ -460,18 +460,13 @@ class StageSearch:
         """Seconds of a stage per period: its work or the messages across one of its borders, whichever is
         longer.
         """
-        from scheduler.pipelines.reachability_kernel import stage_seconds
+        from scheduler.pipelines.reachability_kernel import crossing_seconds, stage_seconds
 
+        table, batches, border = self.table, self.given.microbatches, self.given.border
         wires = self.given.ring[devices, replicas]
-        work = stage_seconds(self.table, first, last, replicas, again, self.given.microbatches, wires)
+        work = stage_seconds(table, first, last, replicas, again, batches, wires)
         sides = [(first, devices), (last, devices - replicas)]
-        return max(work, *(self._crossing(layer, d, replicas) for layer, d in sides))
-
-    def _crossing(self, layer: int, devices: int, replicas: int) -> float:
-        if layer in (0, self.layers):
-            return 0.0
-        alpha, beta = self.given.border[devices]
-        return float(self.given.microbatches * (alpha + beta * self.table[5, layer] / replicas))
+        return max(work, *(crossing_seconds(table, n, replicas, batches, border[d]) for n, d in sides))
 
 
 def table_of(profile: Profile, sharded: bool, replicas: int = 1) -> np.ndarray:

@@ -117,7 +117,7 @@ def reachable(limit: float, given: SearchInput, choice: np.ndarray) -> tuple[int
                     if (
                         replicas[rest, j] > 0
                         and stage[rest, j] == k - 1
-                        and _crosses(table, j, r, batches, border[rest], limit)
+                        and crossing_seconds(table, j, r, batches, border[rest]) <= limit
                     ):
                         after = j
                     if after < 0:
@@ -129,7 +129,7 @@ def reachable(limit: float, given: SearchInput, choice: np.ndarray) -> tuple[int
                         break
                     if i >= highest_cut[d] or replicas[d, i] > 0:
                         continue
-                    if not _crosses(table, i, r, batches, border[d], limit):
+                    if crossing_seconds(table, i, r, batches, border[d]) > limit:
                         continue
                     for mode in range(2):
                         if (
@@ -152,10 +152,8 @@ def reachable(limit: float, given: SearchInput, choice: np.ndarray) -> tuple[int
 
 
 @njit(cache=True)
-def _crosses(
-    table: np.ndarray, layer: int, replicas: int, batches: int, wire: np.ndarray, limit: float
-) -> bool:
-    """Whether the messages of one replica across the border before ``layer`` fit into the period."""
+def crossing_seconds(table: np.ndarray, layer: int, replicas: int, batches: int, wire: np.ndarray) -> float:
+    """Seconds per period of the messages of one replica across the border before ``layer``."""
     if layer == 0 or layer == table.shape[1] - 1:
-        return True
-    return batches * (wire[0] + wire[1] * table[5, layer] / replicas) <= limit
+        return 0.0
+    return batches * (wire[0] + wire[1] * table[5, layer] / replicas)

@@ -47,8 +47,6 @@ def test_modes(text: str, ranks: int, microbatches: int, images: int) -> None:
         ("--num-spatial-parts 2", "are for stages on tiles; give --spatial-size, too, or --mode sp"),
         ("--mode gems --slice-method vertical", "are for stages on tiles; give --spatial-size, too"),
         ("--spatial-size 1 --num-spatial-parts 3", "a square number of parts"),
-        ("--split-size 3 --cuts 2", "--cuts needs 2 numbers for --split-size 3, got 2"),
-        ("--split-size 2 --cuts 2 --balance 2,6", "--cuts and --balance say the same"),
         ("--mode lp --enable-master-comm-opt", "--enable-master-comm-opt is for --mode gems"),
         ("--mode lp --checkpoint kept", "need data: --app 1 or 2"),
         ("--spatial-size 1 --num-spatial-parts 4,4", "one for each of the 1 stages on tiles"),
@@ -80,10 +78,11 @@ def test_stages() -> None:
         MODELS["resnet"](19, 4, 2)
 
 
-def test_cuts_are_first_cells() -> None:
+def test_balance_counts_cells() -> None:
     cells = len(MODELS["unet"](4, 4, 2))
-    words = "--mode lp --model unet --num-filters 4 --image-size 32 --split-size 3 --cuts 2,5".split()
-    assert [len(list(stage)) for stage in build(read(words))[0]] == [2, 3, cells - 5]
+    words = "--mode lp --model unet --num-filters 4 --image-size 32 --split-size 3 --balance".split()
+    stages, _, _ = build(read([*words, f"2,3,{cells - 5}"]))
+    assert [len(list(stage)) for stage in stages] == [2, 3, cells - 5]
 
 
 def test_cifars_files(tmp_path: Path) -> None:
