@@ -138,8 +138,14 @@ class Followed:
             was_number, was_version, *was = self._tensors[key]
             if others and (version, *others) != (was_version, *was):
                 held = mine["_parameters"][key]
-                if not held.is_meta and held.data_ptr() != others[0]:  # written to, or ``.data`` set
-                    raise replaced(f"{self.name}.{key}" if self.name else key)
+                if not held.is_meta and held.data_ptr() != others[0]:
+                    name = f"{self.name}.{key}" if self.name else key
+                    if (version, others[0]) != (was_version, was[0]):  # written to, or ``.data`` set
+                        raise replaced(name)
+                    raise ValueError(
+                        f"{name} has been frozen, or is trained again, but the stages have versions of"
+                        " their own: make a new Pipeline"
+                    )
                 if others != was:
                     held.requires_grad_(others[1])
                     changed = True

@@ -32,6 +32,9 @@ Micro = tuple[int, int]
 """Micro-batch and period."""
 Attributes = Sequence[tuple[dict[str, Any], dict[str, Any], frozenset[str]]]
 """The dictionary of each module, and its attributes and all of its keys at some time."""
+Hooks = Sequence[tuple[dict[int, Any], ...]]
+"""The forward hooks of each module at some time, by ``_HOOKS``."""
+_HOOKS = tuple(key for key in vars(nn.Module()) if key.startswith("_forward") and "hooks" in key)
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}
 _GONE = object()
 
@@ -87,6 +90,7 @@ class Saved:
     buffers: dict[int, Tensor | None] = field(default_factory=dict)  # by place: as the forward found them
     weights: Callable[[], Any] | None = None
     attributes: Attributes = ()
+    hooks: Hooks = ()  # those of the forward; () after ``resume``
     written: set[int] = field(default_factory=set)  # buffers that a script has written to since, by place
 
 
@@ -136,7 +140,9 @@ class Stage:
             (part._buffers, key) for part, key in with_buffers
         ]
         self._buffer_modules = [part for part, _ in with_buffers]
-        self._attributes: Attributes = ()  # of this step, where another step may run its backward
+        # Of this step, where another step may run its backward.
+        self._attributes: Attributes = ()
+        self._hooks: Hooks = ()
         self._found: dict[int, Tensor | None] = {}  # copies of the buffers, as the last forward found them
         self._shared = [(name, *slot_of(module, name)) for name in shared]
         followed = [each for part in self.modules for each in part._stage_followed]  # type: ignore[union-attr]
@@ -152,6 +158,9 @@ class Stage:
             follow_model(module)
         if self.stays:
             self._attributes = self.present()
+            hooks = [tuple(dict(own[key]) for key in _HOOKS) for own in self._owns]
+            if hooks != self._hooks:
+                self._hooks = hooks
             if self.saved:
                 written = self._unlike(self._found)
                 for saved in self.saved.values():
@@ -168,9 +177,9 @@ class Stage:
 
     @contextmanager
     def _as_forwarded(self, saved: Saved, in_backward: bool = False) -> Iterator[None]:
-        """With the attributes and modes that the modules had in the step of a forward, and the buffers that a
-        script has written to since: a backward may repeat the forward, or a checkpointed block in it. What
-        only backwards change stays: a hook may count them.
+        """With the attributes, modes and forward hooks that the modules had in the step of a forward, and the
+        buffers that a script has written to since: a backward may repeat the forward, or a checkpointed block
+        in it. What only backwards change stays: a hook may count them.
         """
         # Most modules are as they were, which is seen soon; the others by place, with what they are now.
         now = {n: dict(then[0]) for n, then in enumerate(saved.attributes) if not _is_as(*then)}
@@ -180,6 +189,7 @@ class Stage:
             values = {key: value for key, value in given[place].items() if key not in stay}
             given[place] = values | {key: before[key] for key in stay & before.keys()}
             _assign(saved.attributes[place][0], given[place])
+        hooks = self._use_hooks(saved.hooks)
         slots = [(saved.buffers[place], *self._buffer_slots[place]) for place in saved.written]
         buffers = [(held, key, held.get(key, _GONE)) for _, held, key in slots]
         try:
@@ -187,6 +197,7 @@ class Stage:
                 held[key] = None if copied is None else copied.clone()
             yield
         finally:
+            self._use_hooks(hooks)
             for place, (own, then, keys) in enumerate(saved.attributes):
                 if place in now or not _is_as(own, then, keys):
                     self._leave_module(place, own, given[place], now.get(place, then), in_backward)
@@ -195,6 +206,19 @@ class Stage:
                     held.pop(key, None)
                 else:
                     held[key] = buffer
+
+    def _use_hooks(self, hooks: Hooks) -> Hooks:
+        """Gives the modules the hooks of another step; returns what they had, () if those are the same."""
+        if not hooks or hooks is self._hooks:
+            return ()
+        before = [tuple(dict(own[key]) for key in _HOOKS) for own in self._owns]
+        for own, then in zip(self._owns, hooks, strict=True):
+            for key, mine in zip(_HOOKS, then, strict=True):
+                own[key].clear()  # in place: handles that remove a hook refer to this dictionary
+                own[key].update(mine)
+        for module in self.modules:
+            module._stage_known.clear()  # type: ignore[operator, union-attr]  # hooks may do other operations
+        return before
 
     def _leave_module(
         self,
@@ -276,7 +300,8 @@ class Stage:
         leaves, spec, cuts = inputs
         self.forwards += 1
         random = random_state(self.device) if self._repeats else []
-        saved = Saved(version, leaves, spec, head, random, micro, cuts, attributes=self._attributes)
+        saved = Saved(version, leaves, spec, head, random, micro, cuts)
+        saved.attributes, saved.hooks = self._attributes, self._hooks
         self.saved[micro] = saved
         self.most_saved = max(self.most_saved, len(self.saved))
         saved.buffers = self._copied_buffers() if self._repeats else {}
@@ -767,7 +792,8 @@ class Versions:
 
 # The gradients of the inputs now, those of the parameters later. The first half runs the graph towards the
 # inputs only and keeps what arrives at the nodes where a parameter joins; the second half runs from each of
-# these nodes to its parameters alone, so nothing is computed twice.
+# these nodes to its parameters alone, so nothing is computed twice. Both halves call hooks of these nodes'
+# tensors.
 
 Grads = tuple["Tensor | None", ...]
 # The backward of a compiled block gives its memory back; that of a checkpoint with use_reentrant=True refuses
@@ -778,8 +804,8 @@ _AT_ONCE = ("CompiledFunctionBackward", "CheckpointFunctionBackward")
 def split_backward(
     outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> tuple[Grads, Callable[[], Grads]] | None:
-    """The inputs' gradients, and a function that computes the parameters' once; None where a part of the
-    graph gives all gradients at once.
+    """The inputs' gradients, and a function that computes the parameters' once, None for frozen ones; None
+    where a part of the graph gives all gradients at once.
     """
     order = _nodes([output.grad_fn for output in outputs if output.grad_fn is not None])
     if any(type(node).__name__ in _AT_ONCE for node in order):
@@ -787,13 +813,16 @@ def split_backward(
     joints = _joints(order, inputs, parameters)
     if joints is None:
         return _whole_backward_later(outputs, grads, inputs, parameters)
-    arrived: dict[Node, Any] = {}
-    hooks = [joint.register_prehook(partial(arrived.__setitem__, joint)) for joint in joints]
-    try:
-        found = torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    reached = [(output.grad_fn, output.output_nr) for output in outputs]
+    reached += [edge for node in order for edge in node.next_functions]
+    edges = [GradientEdge(node, number) for node, number in dict.fromkeys(reached) if node in joints]
+    ends: list[Any] = [*inputs, *edges]
+    # What arrives there, as it is before hooks of a tensor change it: the second half calls these once more.
+    found = torch.autograd.grad(outputs, ends, grads, retain_graph=True, allow_unused=True)
+    arrived: defaultdict[Node, list[tuple[GradientEdge, Tensor]]] = defaultdict(list)
+    for edge, grad in zip(edges, found[len(inputs) :], strict=True):
+        if grad is not None:
+            arrived[edge.node].append((edge, grad))
 
     def weights() -> Grads:
         results: dict[int, Tensor] = {}
@@ -801,7 +830,7 @@ def split_backward(
         for joint, places in joints.items():
             if joint not in arrived:
                 continue
-            sent = [(GradientEdge(joint, n), g) for n, g in enumerate(arrived.pop(joint)) if g is not None]
+            sent = arrived.pop(joint)
             came += [grad for _, grad in sent]
             wanted = [parameters[place] for place in places]
             values = torch.autograd.grad(
@@ -812,7 +841,7 @@ def split_backward(
                     results[place] = value
         return _owned([results.get(place) for place in range(len(parameters))], came)
 
-    return found, weights
+    return found[: len(inputs)], weights
 
 
 def _whole_backward_later(
@@ -820,7 +849,13 @@ def _whole_backward_later(
 ) -> tuple[Grads, Callable[[], Grads]]:
     """For graphs without such nodes: computes the gradients on the way to the inputs twice."""
     found = torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
-    return found, lambda: _owned(torch.autograd.grad(outputs, parameters, grads, allow_unused=True), grads)
+    trained = [tensor for tensor in parameters if tensor.requires_grad]
+
+    def weights() -> Grads:
+        values = iter(torch.autograd.grad(outputs, trained, grads, allow_unused=True) if trained else ())
+        return _owned([next(values) if tensor.requires_grad else None for tensor in parameters], grads)
+
+    return found, weights
 
 
 def _owned(found: Sequence[Tensor | None], others: Sequence[Tensor]) -> Grads:
@@ -850,7 +885,8 @@ def _joints(
     None where a parameter joins at several places, or none of this way leads to the inputs.
     """
     input_nodes = {_accumulator(tensor) for tensor in inputs}
-    places = {_accumulator(tensor): place for place, tensor in enumerate(parameters)}
+    trained = [(place, tensor) for place, tensor in enumerate(parameters) if tensor.requires_grad]
+    places = {_accumulator(tensor): place for place, tensor in trained}
     leads: set[Node] = set()  # to the inputs
     below: dict[Node, set[int]] = defaultdict(set)  # parameters that a node off that way leads to
     joints: dict[Node, list[int]] = {}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 CHANNELS = 4
 Dice = random.Random
@@ -426,6 +428,59 @@ def habit(dice: Dice) -> nn.Module:
     )()
 
 
+def _standardised(self: Any, x: Tensor) -> Tensor:
+    weight = self.conv.weight
+    weight = (weight - weight.mean((1, 2, 3), keepdim=True)) / (weight.std((1, 2, 3), keepdim=True) + 1e-3)
+    return F.conv2d(x, weight, self.conv.bias, padding=self.conv.padding)
+
+
+def _called(self: Any, x: Tensor) -> Tensor:
+    """Call the convolution with other values of its parameters."""
+    other = {name: 0.9 * p for name, p in self.conv.named_parameters()}
+    made: Tensor = functional_call(self.conv, other, (x,))
+    return made
+
+
+def _adapted(self: Any, x: Tensor) -> Tensor:
+    """A frozen convolution and a trained one of low rank."""
+    made: Tensor = self.conv(x) + self.up(self.down(x))
+    return made
+
+
+def _hooked(layer: Layer) -> Layer:
+    """Scale what enters and leaves the convolution, and the gradient that comes back to it."""
+    layer.conv.register_forward_pre_hook(lambda module, args: (0.9 * args[0],))
+    layer.conv.register_forward_hook(_scale_with_gradient)
+    return layer
+
+
+def _scale_with_gradient(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    if output.requires_grad:
+        output.register_hook(lambda grad: 0.8 * grad)
+    return 0.7 * output
+
+
+def weights(dice: Dice) -> nn.Module:
+    """Weights that are computed, shared or called from outside, and hooks around a module."""
+    conv_of_four = partial(nn.Conv2d, CHANNELS, CHANNELS)
+    return dice.choice(
+        [
+            lambda: nn.utils.parametrizations.spectral_norm(same(dice)),
+            lambda: Layer(_standardised, "standardised weights", conv=conv_of_four(3, padding=1)),
+            lambda: Layer(_called, "functional_call", conv=conv(dice)),
+            lambda: Layer(
+                _adapted, "adapted", conv=same(dice).requires_grad_(False),
+                down=nn.Conv2d(CHANNELS, 1, 3, padding=1, bias=False), up=nn.Conv2d(1, CHANNELS, 1),
+            ),
+            lambda: _hooked(Layer(lambda self, x: self.conv(x), "hooks", conv=conv(dice))),
+            lambda: Layer(
+                lambda self, x: checkpoint_sequential(self.parts, 2, x, use_reentrant=False),
+                "checkpoint_sequential", parts=nn.Sequential(same(dice), nn.Tanh(), conv(dice), nn.Tanh()),
+            ),
+        ]
+    )()  # fmt: skip
+
+
 LAYERS: dict[str, Maker] = {
     "conv": lambda dice: nn.Sequential(conv(dice), nn.Tanh()),
     "transposed": transposed,
@@ -445,6 +500,7 @@ LAYERS: dict[str, Maker] = {
     "borders": borders,
     "shapes": shapes,
     "habit": habit,
+    "weights": weights,
 }
 OFTEN = ["conv", "conv", "norm", "activation", "habit"]
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -18,8 +19,8 @@ from typing import Any
 from tests.checker.programs import Failure, Program, Stop, _raised, plain_records, run_distributed
 
 PREFIX = "PROGRAM "
-PATIENCE = 12.0
-"""Seconds after which a rank's wait for another counts as a hang."""
+PATIENCE = float(os.environ.get("CHECKER_PATIENCE", 12.0))
+"""Seconds after which a rank's wait for another counts as a hang; more are wanted on a busy machine."""
 _PORT = "CHECKER_PORT"
 
 
@@ -27,13 +28,14 @@ _PORT = "CHECKER_PORT"
 
 
 Outcome = tuple[Failure | None, bool, float]
-Here = Callable[[Any, int, Callable[[], None]], Outcome]
+Meet = Callable[[str], None]
+Here = Callable[[Any, int, Meet], Outcome]
 
 
 def main(run: Here | None = None) -> None:
     """Run the programs of a file on this rank; print one line for each.
 
-    ``run`` takes a program, the rank, and a function that waits until all ranks have called it.
+    ``run`` takes a program, the rank, and a function that waits until all ranks call it with the same word.
     """
     import numba  # noqa: F401
     import torch
@@ -47,10 +49,12 @@ def main(run: Here | None = None) -> None:
     store = torch.distributed.TCPStore(
         "127.0.0.1", int(os.environ[_PORT]), is_master=rank == 0, wait_for_workers=False
     )
+    if run is None and rank == 0:
+        compile_searches()
     for number, each in enumerate(json.loads(Path(sys.argv[1]).read_text())):
-        keys = [f"{number}/{each}" for each in range(size)]
 
-        def meet(rank: int = rank, keys: Sequence[str] = keys) -> None:
+        def meet(where: str, number: int = number) -> None:
+            keys = [f"{number}/{where}/{each}" for each in range(size)]
             store.set(keys[rank], "")
             store.wait(keys, timedelta(seconds=6 * PATIENCE))
 
@@ -64,24 +68,43 @@ def main(run: Here | None = None) -> None:
         print(PREFIX + json.dumps(line), flush=True)
         if failure is not None:
             os._exit(1)  # nobody knows in which state the library is
-        meet()
+        meet("end")
     commsched.shutdown()
     # Rank 0 has the store.
     store.set(f"end/{rank}", "")
     store.wait([f"end/{each}" for each in range(size)], timedelta(seconds=6 * PATIENCE))
 
 
-def run_here(described: Any, rank: int, meet: Callable[[], None]) -> Outcome:
+def compile_searches() -> None:
+    """Compile what makes plans, where numba's cache lacks it: 10 s of a processor.
+
+    Rank 0 would do it within the first program that plans, while the others wait for its plan in vain.
+    """
+    import torch
+
+    from scheduler import policies
+    from scheduler.ir.link import Link
+    from tests.checker.distributed import made_up_profile
+
+    profile = made_up_profile([f"p{number}" for number in range(8)], [torch.zeros(100)] * 8)
+    for policy, size in product(policies.names(), (None, 400)):  # bytes of a bucket
+        policies.plan(profile, Link(alpha=1e-4, beta=1e-8), policy, bucket_bytes=size)
+
+
+def run_here(described: Any, rank: int, meet: Meet) -> Outcome:
     """Run a program on this rank; return how it failed, whether a listed error ended it, and when."""
     from tests.checker.distributed import ProcessWorld
 
     program = Program.from_json(described)
     records = plain_records(program)
+    # Wrapping is the ranks' first agreement: it would wait for one that is still computing its records, and
+    # report a hang where another program takes that rank's processor.
+    meet("begin")
     world = None
     try:
         world = ProcessWorld(program, rank)
         run_distributed(world, program, records[rank], [])
-        meet()  # the others may need this rank until they are here
+        meet("end")  # the others may need this rank until they are here
     except Stop as stop:
         return stop.failure, stop.failure is None, time.monotonic()
     except Exception as error:

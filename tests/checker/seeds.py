@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,14 @@ def run_in_processes(checker: str, cases: Sequence[Any], ranks: int) -> Iterator
         cases = cases[len(together) :]
 
 
-def run_here(described: Any, rank: int, meet: Callable[[], None]) -> processes.Outcome:
+def run_here(described: Any, rank: int, meet: processes.Meet) -> processes.Outcome:
     """Run a program on this rank."""
     name, seed = described
     checker = import_module(name)
-    reason = checker.failure_on_rank(checker.draw(seed), rank)
+    reason = checker.failure_on_rank(checker.draw(seed), rank, partial(meet, "begin"))
     moment = time.monotonic()
     with suppress(RuntimeError):  # the time-out of the store: another rank hangs
-        meet()  # the others may need this rank until they are here
+        meet("end")  # the others may need this rank until they are here
     if not reason:
         return None, False, moment
     return Failure("fails", reason.splitlines()[0], rank, 0, "", reason), False, moment

@@ -34,12 +34,15 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from commsched.errors import CommError
 from commsched.pipeline import Pipeline
@@ -114,6 +117,13 @@ class Block(nn.Module):
             self.norm = nn.BatchNorm1d(WIDTH, momentum=NORMS[kind])
         elif kind in ("dropout", "checkpointed dropout"):
             self.drop = nn.Dropout(0.3)
+        elif kind == "weight norm":
+            weight_norm(self.linear)
+        elif kind == "spectral norm":
+            spectral_norm(self.linear)
+        elif kind == "hooks":
+            self.linear.register_forward_pre_hook(lambda module, args: (0.9 * args[0],))
+            self.linear.register_forward_hook(scale_with_gradient)
         if kind.startswith("compiled"):
             self.compile(backend=kind.split()[1], fullgraph=kind == "compiled eager")
 
@@ -154,6 +164,9 @@ class Block(nn.Module):
         if kind == "buffer":
             self.calls.add_(1)
             return torch.tanh(self.linear(x))
+        if kind == "functional call":
+            other = {name: 0.9 * p for name, p in self.linear.named_parameters()}
+            return torch.tanh(functional_call(self.linear, other, (x,)))  # type: ignore[no-any-return]
         if kind == "detached":
             return self.linear(x) + x.detach()
         return torch.tanh(self.linear(x)) * self.tau
@@ -163,12 +176,19 @@ class Block(nn.Module):
         return self.drop(y) if self.kind == "checkpointed dropout" else y
 
 
+def scale_with_gradient(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    if output.requires_grad:
+        output.register_hook(lambda grad: 0.8 * grad)
+    return 0.9 * output
+
+
 NORMS = {"batch norm": 0.1, "batch norm by count": None}
 DRAWS = ["dropout", "checkpointed dropout", "functional dropout", "noise"]
 COMPILED = ["compiled eager", "compiled aot_eager"]
 KINDS = [
     *["plain"] * 4, "no_grad", "part without gradient", "checkpoint", "begins in place", "ends in place",
     "norm", "summed", "buffer", "unsaved buffer", "detached", "reentrant", *NORMS, *DRAWS, *COMPILED,
+    "weight norm", "spectral norm", "hooks", "functional call",
 ]  # fmt: skip
 
 
@@ -244,10 +264,11 @@ SYNCHRONOUS = ["gpipe", "1f1b", "1f1b", "interleaved", "zero_bubble"]
 DELAYED = ["2bw", "pipedream", "wpipe"]
 BETWEEN = [
     "attribute", "evaluate", "state", "load", "checkpoint", "drain", "change", "too short", "draw", "compile",
-    "mode", "buffer",
+    "mode", "buffer", "hook", "freeze", "learning rate", "inference mode", "clear",
 ]  # fmt: skip
 IN_FLIGHT = [
     *["attribute", "mode", "buffer", "change"] * 2, "evaluate", "state", "checkpoint", "drain", "too short",
+    "hook", "inference mode",
 ]  # fmt: skip
 TYPES = {
     "float64": torch.float64,
@@ -341,6 +362,15 @@ def draw(seed: int) -> Case:
     if style == "layer drop" or style.startswith("checkpointed"):
         # What crosses a cut would have a gradient in some steps only, or the schedule moves the statistics.
         actions = ["attribute" if action == "mode" else action for action in actions]
+        kinds = ["weight norm" if kind == "spectral norm" else kind for kind in kinds]
+    if style == "tied" and kinds[0] == "spectral norm":  # two stages would write to its buffers
+        kinds[0] = "weight norm"
+    if "recompute" in options and "no_grad" in kinds:  # see the limits in docs/pipelines.md
+        kinds = ["checkpoint" if kind == "reentrant" else kind for kind in kinds]
+    if stages == 1 and count > 1:  # the stages of one rank share a parameter
+        actions = ["attribute" if action == "freeze" else action for action in actions]
+    if any(kind in COMPILED for kind in kinds) or "compile" in actions:
+        actions = ["attribute" if action == "hook" else action for action in actions]
     stops = None
     if stages * replicas > 1 and dice.random() < 0.03:
         stops = dice.randrange(stages * replicas), dice.randrange(1, len(rows))
@@ -386,6 +416,11 @@ def change(parameters: Iterable[nn.Parameter]) -> None:
             parameter.mul_(0.8)
 
 
+def slow_down(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
 @dataclass(frozen=True)
 class Setting:
     """What a script leaves in a model. ``shift``: of blocks that have such a buffer (None: as it began)."""
@@ -393,6 +428,8 @@ class Setting:
     tau: Any = 1.0
     shift: float | None = None
     training: bool = True
+    hooked: bool = False
+    frozen: bool = False
 
     def after(self, action: str, number: int, compiles: bool) -> Setting:
         """What an action before step ``number`` makes of it. Compiled code has few forms for attributes."""
@@ -401,7 +438,19 @@ class Setting:
             return replace(self, tau=tau if number % 2 or compiles else torch.tensor(tau))
         if action == "mode":
             return replace(self, training=not self.training)
+        if action == "hook":
+            return replace(self, hooked=not self.hooked)
+        if action == "freeze":
+            return replace(self, frozen=not self.frozen)
         return replace(self, shift=0.1 * number) if action == "buffer" else self
+
+    def freezes(self, name: str) -> bool:
+        """Whether a parameter is frozen: biases, for what crosses a cut keeps its gradient."""
+        return self.frozen and name.endswith("bias")
+
+    def freeze(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not self.freezes(name))
 
     def leave_in(self, part: nn.Module, action: str = "", number: int = 0) -> None:
         """Leave it in a block or in the whole: all, or what an action has changed before step ``number``."""
@@ -409,12 +458,21 @@ class Setting:
             part.tau = self.tau
         if action in ("", "mode"):
             part.train(self.training)
+        if action in ("", "hook") and isinstance(part, Block) and self.hooked != (part in HOOKS):
+            if self.hooked:
+                HOOKS[part] = part.register_forward_hook(lambda module, args, output: 0.9 * output)
+            else:
+                HOOKS.pop(part).remove()
         shift = getattr(part, "shift", None)
         if self.shift is not None and isinstance(shift, Tensor) and action in ("", "buffer"):
             if number % 2:
                 shift.fill_(self.shift)
             else:
                 part.shift = torch.full_like(shift, self.shift)
+
+
+HOOKS = WeakKeyDictionary[nn.Module, RemovableHandle]()
+"""The hooks of blocks that a script removes again."""
 
 
 def settings_of(case: Case) -> list[Setting]:
@@ -561,7 +619,7 @@ class Plain:
 
     def _stages_of_blocks(self, model: nn.Module) -> dict[nn.Module, int]:
         names = {part: name for name, part in model.named_modules() if isinstance(part, Block)}
-        return {part: self.owner[f"{name}.linear.weight"] for part, name in names.items()}
+        return {part: self.owner[f"{name}.linear.bias"] for part, name in names.items()}
 
     def _keep(self) -> None:
         """Add the newest weights to the history, and what a script writes to them until the next step."""
@@ -586,12 +644,14 @@ class Plain:
 
     def run(self) -> dict[str, Tensor]:
         for period, ((rows, action), batch) in enumerate(zip(self.case.steps, batches_of(self.case))):
-            if action == "evaluate":
+            if action in ("evaluate", "inference mode"):
                 self.evaluated.append(self._evaluate(period, *batch))
             elif action == "load":
                 self._share_statistics()
             elif action == "drain":
                 self.drained = period
+            elif action == "learning rate":
+                slow_down(self.stepper)
             elif action == "draw":
                 for generator in self.generators:
                     torch.rand(1, generator=generator)
@@ -625,7 +685,11 @@ class Plain:
                 replace(self.settings[period], training=False).leave_in(block)
             model.training = False
         self._share_statistics()
-        weights = dict(self.newest)
+        # Not self.newest: it has what a script writes to this version before later calls, too.
+        weights = {
+            name: next(weight for since, weight in reversed(written) if since <= period)
+            for name, written in self.history[-1].items()
+        }
         for _, replica, span in self._parts(len(targets)):
             placed, named = arguments(cut(inputs, span))
             with torch.no_grad():
@@ -683,7 +747,7 @@ class Plain:
         for name, p in self.stepped.items():
             order = self.order[self.owner.get(name, 0), period]
             replicas = [summed([found[m, r][name] for m in order], p.dtype) for r in range(self.replicas)]
-            p.grad = summed(replicas, p.dtype)
+            p.grad = None if self.settings[period].freezes(name) else summed(replicas, p.dtype)
         if "max_norm" in self.case.options:
             nn.utils.clip_grad_norm_(self.newest.values(), self.case.options["max_norm"])
         before = self._copied()
@@ -781,6 +845,8 @@ def train(case: Case) -> list[Outcome]:
 
 
 def train_rank(case: Case, model: nn.Module, rank: int, new_fabric: Callable[[], Any]) -> Outcome:
+    # Of one function: blocks share its code, ranks that are threads too. Each thread has its own settings.
+    torch._dynamo.config.recompile_limit = 64
     data = batches_of(case)
     example = None if case.style == "sequential" else data[0][0]
 
@@ -819,12 +885,21 @@ def train_rank(case: Case, model: nn.Module, rank: int, new_fabric: Callable[[],
             if case.stops == (rank, period):
                 pipeline.close()
                 return outcome
-            if action in ("attribute", "mode", "buffer"):
+            if action in ("attribute", "mode", "buffer", "hook"):
                 for part in model.modules():
                     if isinstance(part, (Block, Loop)):
                         settings[period].leave_in(part, action, period)
-            elif action == "evaluate":
-                loss = pipeline.evaluate(batch)
+            elif action == "freeze":
+                settings[period].freeze(model)
+            elif action == "learning rate":
+                for optimizer in pipeline.optimizers:
+                    slow_down(optimizer)
+            elif action == "clear":
+                for optimizer in pipeline.optimizers:
+                    optimizer.zero_grad(set_to_none=period % 2 == 0)
+            elif action in ("evaluate", "inference mode"):
+                with torch.inference_mode(action == "inference mode"):
+                    loss = pipeline.evaluate(batch)
                 if not pipeline.in_flight:
                     outcome.evaluated.append(loss)
             elif action == "state":
@@ -848,8 +923,10 @@ def train_rank(case: Case, model: nn.Module, rank: int, new_fabric: Callable[[],
             elif action == "checkpoint":
                 state = pipeline.checkpoint()
                 pipeline.close()
+                Setting().freeze(model)  # a pipeline resumes that is made as the first one was
                 pipeline = make()
                 pipeline.resume(state)
+                settings[period].freeze(model)
             step(batch)
             if case.low is not None:
                 outcome.trail.append(pipeline.state_dict())
@@ -917,8 +994,11 @@ def differs(case: Case, everyone: dict[int, Outcome]) -> str:
     return ""
 
 
+STATISTICS = ("calls", "running_mean", "running_var", "num_batches_tracked", "_u", "_v")
+
+
 def is_statistic(name: str) -> bool:
-    return name.rpartition(".")[2] in ("calls", "running_mean", "running_var", "num_batches_tracked")
+    return name.rpartition(".")[2] in STATISTICS
 
 
 def goes_on_alone(case: Case, everyone: dict[int, Outcome]) -> str:
@@ -964,12 +1044,13 @@ def failure(case: Case) -> str:
         return command.reason_of(error)
 
 
-def failure_on_rank(case: Case, rank: int) -> str:
-    """Return how a program fails on this rank, which is a process."""
+def failure_on_rank(case: Case, rank: int, meet: Callable[[], None]) -> str:
+    """Return how a program fails on this rank, which is a process. ``meet`` waits for the other ranks."""
     try:
         if is_refused(case):
             return ""
         torch._dynamo.reset()
+        meet()
         timeout = 60.0 if case.stops is None else STOPPED_TIMEOUT
         return differs(
             case, {rank: train_rank(case, model_of(case, rank), rank, lambda: ProcessFabric(timeout))}

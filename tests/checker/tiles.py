@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from commsched import spatial
 from commsched.channels import Channel, ThreadHub
@@ -39,7 +40,8 @@ LARGEST, MOST_ROWS = 24, 3  # pixels along a dimension, samples of a batch
 ACTIONS = [
     "evaluate", "inference mode", "load", "save and load", "average", "go on with a copy", "freeze",
     "attribute", "forward without backward", "forward that raises", "shard again", "mode", "write weights",
-    "write buffers", "learning rate", "hook",
+    "write buffers", "learning rate", "hook", "hook that goes", "hook of a parameter", "functional call",
+    "backward twice", "penalty", "half and back",
 ]  # fmt: skip
 CLEARS = ["optimizer", "model", "zeros", "by hand"]
 TIMEOUT, STOPPED_TIMEOUT = 60.0, 3.0  # seconds; the second of ranks that wait for one that has stopped
@@ -154,6 +156,11 @@ def _runs(case: Case) -> bool:
         if not sizes.finite or sizes.largest > LARGEST:
             return False
         output.sum().backward()
+        if any(step.before == "penalty" for step in case.steps):  # some operations have no second derivative
+            with torch.compiler.set_stance("force_eager"):
+                (grad,) = torch.autograd.grad(model(x).square().mean(), [x], create_graph=True)
+            if grad.requires_grad:
+                grad.square().mean().backward()
     except (RuntimeError, ValueError, IndexError):
         return False
     return True
@@ -277,16 +284,19 @@ class Script:
             self.show(f"{where}: the gradient of the image", image.grad)
 
     def update(self, where: str) -> None:
+        self.show_gradients(where)
+        if self.case.clip:
+            self.show(f"{where}: the norm", nn.utils.clip_grad_norm_(self.model.parameters(), 0.1))
+        self.stepper.step()
+        for name, value in self.model.state_dict().items():
+            self.show(f"{where}: {name}", value)
+
+    def show_gradients(self, where: str) -> None:
         params = dict(self.model.named_parameters())
         if self.channel is not None:
             spatial.sum_gradients(params.values())
         for name, p in params.items():
             self.show(f"{where}: the gradient of {name}", p.grad)
-        if self.case.clip:
-            self.show(f"{where}: the norm", nn.utils.clip_grad_norm_(params.values(), 0.1))
-        self.stepper.step()
-        for name, value in self.model.state_dict().items():
-            self.show(f"{where}: {name}", value)
 
     def clear(self, how: str) -> None:
         if how == "by hand":
@@ -335,6 +345,23 @@ class Script:
                 group["lr"] *= 0.5
         elif action == "hook":
             next(self.model.children()).register_forward_hook(lambda module, args, output: output * 0.9)
+        elif action == "hook that goes":
+            handle = next(self.model.children()).register_forward_hook(lambda module, args, output: -output)
+            self.evaluate(self.model, where, x)
+            handle.remove()
+        elif action == "hook of a parameter":
+            last = list(self.model.parameters())[-1]
+            last.register_post_accumulate_grad_hook(halve)
+            last.register_hook(lambda grad: 0.9 * grad)
+        elif action == "functional call":
+            scaled = {name: 0.9 * p for name, p in self.model.named_parameters()}
+            self.show(where, functional_call(self.model, scaled, (self.image(x),)))
+        elif action == "backward twice":
+            self.backward_twice(where, x)
+        elif action == "penalty":
+            self.penalise(where, x)
+        elif action == "half and back":
+            self.model.bfloat16().double()
         elif action == "forward without backward":
             self.show(where, self.model(self.image(x)))
         elif action == "forward that raises":
@@ -342,6 +369,26 @@ class Script:
         else:
             assert action == "shard again"
             self.model = self.sharded(self.model)
+
+    def penalise(self, where: str, x: Tensor) -> None:
+        """Train the gradient of the image to be small: a backward through a backward."""
+        self.stepper.zero_grad()
+        image = self.image(x, gradient=True)
+        (grad,) = torch.autograd.grad(self.model(image).square().mean(), [image], create_graph=True)
+        self.show(f"{where}: the gradient of the image", grad)
+        penalty = grad.square().mean()
+        self.show(where, penalty)
+        if penalty.requires_grad:
+            penalty.backward()
+        self.show_gradients(where)
+
+    def backward_twice(self, where: str, x: Tensor) -> None:
+        self.stepper.zero_grad()
+        loss = self.model(self.image(x)).square().mean()
+        if loss.requires_grad:
+            loss.backward(retain_graph=True)
+            loss.backward()
+        self.show_gradients(where)
 
     def replace(self, model: nn.Module, state: Any, stepper: Any) -> None:
         """Go on with another model; what is frozen stays so."""
@@ -371,6 +418,11 @@ class Script:
             pass
         finally:
             hook.remove()
+
+
+def halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
 
 
 def draws(case: Case) -> bool:
@@ -470,10 +522,11 @@ def failure(case: Case) -> str:
     return _failure(case, on_tiles)
 
 
-def failure_on_rank(case: Case, rank: int) -> str:
-    """Return how a program fails on this rank, which is a process."""
+def failure_on_rank(case: Case, rank: int, meet: Callable[[], None]) -> str:
+    """Return how a program fails on this rank, which is a process. ``meet`` waits for the other ranks."""
 
     def run(case: Case) -> list[Records]:
+        meet()
         channel = default_channel("checker", case.grid, 1, case.timeout)
         torch.manual_seed(case.seed + rank)  # rank 0's numbers count
         return [run_on(case, model_of(case, rank), channel, batches_of(case))]

@@ -922,6 +922,13 @@ def test_a_tied_copy_that_does_not_follow_its_parameter_is_told() -> None:
         with_change(Scaled(tied=True), doubled, **TWO_STAGES_ON_A_RANK)
 
 
+def test_a_parameter_with_several_versions_cannot_be_frozen() -> None:
+    """The error said that it had been replaced."""
+    options = {"schedule": "2bw", "mesh": (2, 1), "num_microbatches": 2}
+    with pytest.raises(ValueError, match="parts.1.weight has been frozen.* make a new Pipeline"):
+        with_change(Scaled(), lambda model: model.parts[1].weight.requires_grad_(False), **options)
+
+
 class Averages(Called):
     """A running mean, which one stage writes and another or the same one reads."""
 

@@ -67,11 +67,52 @@ def test_the_first_half_leaves_weights_and_the_second_the_rest() -> None:
     assert sorted(Counted.seen) == ["v", "w"]
 
 
+def test_hooks_of_tensors_change_a_gradient_once() -> None:
+    """The second half began with what they had made of it, and they changed it again."""
+    torch.manual_seed(0)
+    x, w, v = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def hooked() -> Tensor:
+        y = x @ w
+        y.register_hook(lambda grad: 0.5 * grad)
+        parts = torch.tanh(y).split(2, 1)
+        parts[1].register_hook(lambda grad: 3 * grad)
+        z = torch.cat(parts, 1) @ v
+        z.register_hook(lambda grad: grad + 1)
+        return z
+
+    grad = torch.randn(4, 4, dtype=torch.float64)
+    wanted = torch.autograd.grad(hooked(), [x, w, v], grad)
+    halves = split_backward([hooked()], [grad], [x], [w, v])
+    assert halves is not None
+    found = [*halves[0], *halves[1]()]
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-10) for a, b in zip(found, wanted, strict=True))
+
+
 def test_unused_parameters_have_no_gradient() -> None:
     x, w = torch.randn(2, 2, requires_grad=True), torch.randn(2, 2, requires_grad=True)
     spare = torch.zeros(3, requires_grad=True)
     halves = split_backward([x @ w], [torch.ones(2, 2)], [x], [w, spare])
     assert halves is not None and halves[1]()[1] is None
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("frozen", [[0], [1], [0, 1]])
+def test_parameters_that_a_script_has_frozen_have_no_gradient(again: bool, frozen: list[int]) -> None:
+    """They ended a split backward with torch's error on gradient edges."""
+    torch.manual_seed(0)
+    x, *parameters = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    grad = torch.ones(4, 4, dtype=torch.float64)
+    wanted = torch.autograd.grad(net(x, *parameters, again), [x, *parameters], grad)
+    for place in frozen:
+        parameters[place].requires_grad_(False)
+    halves = split_backward([net(x, *parameters, again)], [grad], [x], parameters)
+    assert halves is not None
+    for place, found in enumerate(halves[1]()):
+        assert (
+            found is None if place in frozen else torch.allclose(found, wanted[1 + place], rtol=0, atol=1e-10)
+        )
+    assert torch.allclose(halves[0][0], wanted[0], rtol=0, atol=1e-10)
 
 
 # -- versions ------------------------------------------------------------------------------------------------

@@ -103,6 +103,24 @@ FOUND = [
     ),
     # A buffer of which a stage knows only the shape has no values to compare.
     {"style": "constant", "options": PLAIN.options | {"recompute": True}},
+    # One process evaluated with weights to which the script wrote later.
+    {
+        "options": {"schedule": "2bw", "mesh": (2, 1), "num_microbatches": 2},
+        "steps": ((8, "evaluate"), (8, "change")),
+    },
+    # Hooks of blocks that came and went in flight: a backward that repeats a forward called those that a
+    # script had registered since.
+    *(
+        {
+            "kinds": ("plain",) * 4, "style": style, "options": PIPEDREAM | {"recompute": again}, "size": 4,
+            "steps": tuple((8, then) for then in ("", "", "hook", "", "hook", "hook", "", "")),
+        }
+        for style, again in (("checkpointed", False), ("list", True), ("sequential", True))
+    ),
+    # Parameters that a script freezes between steps, where the gradients of the weights come later.
+    {"options": ZERO_BUBBLE, "steps": tuple((8, then) for then in ("", "freeze", "", "freeze", ""))},
+    # There, hooks of tensors changed the gradients of weights twice.
+    {"options": ZERO_BUBBLE, "kinds": ("hooks",) * 4},
     # Modes, numbers and weights that a script changes while micro-batches are in flight. The backward of a
     # forward in evaluation mode read statistics to which later forwards, in training, had written.
     *(
