@@ -18,6 +18,7 @@ from dnn_bench.cluster import Cluster, namespaces
 from dnn_bench.rank_environment import environment
 from tests.support.launch import PATIENCE, start_ranks
 from tests.support.needs import needs, needs_root
+from tests.support.shared_memory import nothing_left_in_shared_memory
 
 pytestmark = pytest.mark.dist
 PROGRAM = Path(__file__).with_name("programs") / "tier_faults.py"
@@ -102,7 +103,6 @@ def check(how, fault, fault_at, outputs, culprits, limit=None):
             if not end.at < fault_at + limit:
                 wrong.append(f"{end} took {end.at - fault_at:.1f} s, more than {limit}")
     assert not wrong, "\n".join([*wrong, *outputs.values()])
-    assert not list(Path("/dev/shm").glob("*commsched*"))
 
 
 QUICK = {
@@ -139,7 +139,11 @@ def test_the_neighbour_on_a_single_host_names_the_rank(how, fault, victim, tmp_p
 
 def make_fault(how, fault, victim, sign, ranks, launcher, limit=None):
     timeout = {"COMMSCHED_TIMEOUT": str(TIMEOUT if fault == "stop" else 900)}
-    with start_ranks(PROGRAM, ranks, [how, str(victim), str(sign)], timeout, launcher) as started:
+    arguments = [how, str(victim), str(sign)]
+    with (
+        nothing_left_in_shared_memory(),
+        start_ranks(PROGRAM, ranks, arguments, timeout, launcher) as started,
+    ):
         for rank in range(ranks):
             started.wait_for_output(rank, "ready")
         fault_at = time.monotonic()
@@ -156,16 +160,22 @@ def make_fault(how, fault, victim, sign, ranks, launcher, limit=None):
     check(how, fault, fault_at, outputs, {rank: {victim} for rank in survivors}, limit)
 
 
+CUTS = [("moving", None), *(("standing", late) for late in range(RANKS))]
+
+
 @pytest.mark.root
 @needs_root
 @needs("ip", "tc")
-@pytest.mark.parametrize("how", ["moving", pytest.param("standing", marks=pytest.mark.slow)])
-def test_a_cut_between_the_hosts_names_a_rank_of_the_other_one(how, tmp_path):
-    sign, late = tmp_path / "fault", 3 if how == "standing" else -1
+@pytest.mark.parametrize(
+    "how, late", [pytest.param(*cut, marks=[] if cut == CUTS[0] else [pytest.mark.slow]) for cut in CUTS]
+)
+def test_a_cut_between_the_hosts_names_a_rank_of_the_other_one(how, late, tmp_path):
+    """Also while all wait for the rank `late`, which is on one side of the cut."""
+    sign = tmp_path / "fault"
     own = {"COMMSCHED_TIMEOUT": "900", "COMMSCHED_HOST_TIMEOUT": str(HOST_TIMEOUT), "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, str(PROGRAM), how, str(late), str(sign)]
+    command = [sys.executable, str(PROGRAM), how, str(-1 if late is None else late), str(sign)]
     files = [tmp_path / f"rank {rank}" for rank in range(RANKS)]
-    with Cluster(hosts=2, link="unlimited", ssh=False) as cluster:
+    with nothing_left_in_shared_memory(), Cluster(hosts=2, link="unlimited", ssh=False) as cluster:
         ranks = []
         for rank, variables in enumerate(cluster.rank_variables(per_host=2)):
             with files[rank].open("w") as output:

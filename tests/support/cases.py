@@ -210,6 +210,16 @@ def scope_of(test: str) -> str:
     return test if name.startswith("test_random_programs[") else file
 
 
+def cases_for(program: str, ranks: int) -> list[str]:
+    """The names of the program's cases for this number of ranks."""
+    return [name for name, one in _cases_of(program).items() if ranks in one.ranks]
+
+
+def place_of(shape: str) -> tuple[int, str]:
+    """Ranks and launcher of `4` ranks on one host, or of `3+1` on two."""
+    return sum(map(int, shape.split("+"))), f"srun-env:{shape}" if "+" in shape else "torchrun-env"
+
+
 def launch(
     program: str,
     ranks: int,
@@ -265,14 +275,17 @@ def check(program: str, ranks: int, name: str, launcher: str = "torchrun-env") -
 
 
 def _command_line() -> int:
-    """``python -m tests.support.cases PROGRAM RANKS [CASE...]``: run cases by hand; all output in /tmp."""
-    program, ranks, *names = sys.argv[1:]
-    names = names or [name for name, one in _cases_of(program).items() if int(ranks) in one.ranks]
+    """``python -m tests.support.cases PROGRAM RANKS [CASE...]``: run cases by hand; all output in /tmp.
+
+    RANKS may be those of several hosts, which are all this machine: 3+1.
+    """
+    program, shape, *names = sys.argv[1:]
+    ranks, launcher = place_of(shape)
+    keep = Path(tempfile.gettempdir(), f"{program}.{shape}.log")
+    names = names or cases_for(program, ranks)
     start = time.monotonic()
     failed = 0
-    for name, troubles in launch(
-        program, int(ranks), names, keep=Path(tempfile.gettempdir(), f"{program}.{ranks}.log")
-    ).items():
+    for name, troubles in launch(program, ranks, names, launcher=launcher, keep=keep).items():
         failed += any(troubles)
         print("FAILED" if any(troubles) else "passed", name)
         for rank, text in enumerate(troubles):

@@ -179,8 +179,7 @@ class Reader:
             self._subcommand(bench.COMMANDS, bench.main, words)
         elif name == "tests.support.cases":
             program, ranks, *chosen = words
-            known = cases._cases_of(program)
-            at = {case for case, one in known.items() if int(ranks) in one.ranks}
+            at = set(cases.cases_for(program, cases.place_of(ranks)[0]))
             if not at or not set(chosen) <= at:
                 raise ValueError(f"{program} on {ranks} ranks has the cases {sorted(at)}, not {chosen}")
         elif name == "pytest":

@@ -46,7 +46,8 @@ from tests.support.needs import skip_without_horovod
 ROOT = Path(__file__).resolve().parents[2]
 CAPTURE = Path(__file__).with_name("capture.py")
 MARK = "COMMSCHED_TEST_MARK"
-# srun-env: two hosts, of which the variables of Slurm tell; srun-env:16: sixteen. All are this machine.
+# srun-env: two hosts, of which the variables of Slurm tell; srun-env:16: sixteen; srun-env:3+1: two, of three
+# ranks and of one. All are this machine.
 # elastic:SCRIPT: horovodrun with at least one rank, on the hosts of this machine that the script prints.
 LAUNCHERS = ("torchrun-env", "srun-env", "torchrun", "horovodrun", "elastic", "mpirun", "alone")
 LAUNCH_PREFIXES = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM", "TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -149,7 +150,8 @@ class Ranks:
         base = clean_environment({MARK: self.mark} | dict(env))
         self.port = HeldPort()
         self.prefix = launcher_command(launcher, nprocs, self.port.number, hosts)
-        srun = partial(srun_environments, hosts=int(hosts) if hosts.isdigit() else 2)
+        counts = [int(count) for count in hosts.split("+")] if "+" in hosts else []
+        srun = partial(srun_environments, hosts=int(hosts) if hosts.isdigit() else 2, counts=counts)
         one_by_one = {"torchrun-env": torchrun_environments, "srun-env": srun}.get(launcher)
         environments = one_by_one(base, nprocs, self.port.number) if one_by_one else [base]
         self.sessions: set[int] = set()
@@ -254,13 +256,18 @@ def torchrun_environments(base: Mapping[str, str], nprocs: int, port: int) -> li
     return [{**base, **own} | explicit(base) for own in found]
 
 
-def srun_environments(base: Mapping[str, str], nprocs: int, job: int, hosts: int = 2) -> list[dict[str, str]]:
+def srun_environments(
+    base: Mapping[str, str], nprocs: int, job: int, hosts: int = 2, counts: Sequence[int] = ()
+) -> list[dict[str, str]]:
     """One environment per rank with the variables that `srun` sets on several nodes; all are this machine.
 
-    The first nodes have one rank more where the ranks cannot be divided equally.
+    Without the ranks' `counts` on each node, the first nodes have one rank more where the ranks cannot be
+    divided equally.
     """
+    counts = counts or [nprocs // hosts + (node < nprocs % hosts) for node in range(hosts)]
+    assert sum(counts) == nprocs
+    hosts = len(counts)
     names = ["localhost", *(f"node{number}" for number in range(2, hosts + 1))]
-    counts = [nprocs // hosts + (node < nprocs % hosts) for node in range(hosts)]
     job_wide = {
         "JOB_ID": str(job),
         "NTASKS": str(nprocs),

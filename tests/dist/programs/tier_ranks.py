@@ -1,7 +1,7 @@
-"""Ranks that exchange in two tiers, without an optimizer.
+"""Ranks that exchange in two tiers.
 
-`tier_ranks.py traffic MEGABYTES TIMES` counts bytes of RS, then of AG, of a bucket in an optimizer's layout;
-`blocks MEGABYTES TIMES` those of both in blocks of int8.
+`tier_ranks.py bytes MEGABYTES TIMES` counts what a host sends in RS, in AG and in both in blocks of int8 of a
+bucket in an optimizer's layout, and in training steps of a model of this size with each `gather=`.
 With `RS` and `AG`, the last rank is killed before that operation of its second step; with `any`, ranks make
 steps until one is killed from outside. Every other rank prints the error with which it ends.
 """
@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ from commsched.collectives.private_groups import hosts_of
 from commsched.env import settings
 from commsched.optimizer.buckets import build_layout, shares_by_host
 from scheduler.ir.buckets import Bucket, Piece
+from tests.support.reference_run import some_profile
 
 
 def sent_bytes() -> int:
@@ -31,34 +34,73 @@ def sent_bytes() -> int:
     return sum(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
 
 
-def measure(transport: comm_core.Transport, megabytes: int, times: int, in_blocks: bool) -> None:
+@contextmanager
+def counted(what: str) -> Iterator[None]:
     """Print the bytes by which the host's counter grows; ranks of one host read the same counter."""
+    hvd.barrier()
+    before = sent_bytes()
+    hvd.barrier()
+    yield
+    hvd.barrier()
+    print(f"{what} sent {sent_bytes() - before}", flush=True)
+
+
+def tiers(channel: int) -> comm_core.Transport:
+    name, transport = make_transport("tiers", hvd.global_process_set, channel, settings().timeout)
+    assert name == "tiers"
+    return transport
+
+
+def measure(megabytes: int, times: int) -> None:
+    """Without an optimizer: RS, AG, and both in blocks of int8."""
     numel = (megabytes << 20) // 4
     whole = Bucket((Piece(0, 0, 4 * numel),))
     shares = shares_by_host(hosts_of())
     layout = build_layout([numel], [4], [whole], hvd.size(), alignment={0: BLOCK}, shares=shares)
-    data, ends = torch.ones(layout.lengths[0]), layout.slices[0].ends
-    if in_blocks:
-        engine = comm_core.Engine(transport, hvd.rank(), hvd.size(), settings().timeout)
-        engine.add_bucket(data, wire_dtype=torch.int8, ends=ends)
-        engine.install([("RS", 0), ("AG", 0)])
-    for operation in [engine.begin_step] if in_blocks else [transport.reduce_scatter, transport.all_gather]:
-        hvd.barrier()
-        before = sent_bytes()
-        hvd.barrier()
-        for step in range(times):
-            if operation != transport.all_gather:
-                data.fill_(1.0)
-            if in_blocks:
-                operation()
-                engine.mark_ready(0)
-                engine.wait_all()
-            else:
+    data, ends = torch.empty(layout.lengths[0]), layout.slices[0].ends
+    transport = tiers(1001)
+    for operation in (transport.reduce_scatter, transport.all_gather):
+        with counted(operation.__name__):
+            for step in range(times):
+                if operation != transport.all_gather:
+                    data.fill_(1.0)
                 operation(data, step=step, ends=ends)
-        hvd.barrier()
-        print(f"sent {sent_bytes() - before}", flush=True)
     assert bool((data == hvd.size()).all())
-    hvd.barrier()
+    engine = comm_core.Engine(tiers(1002), hvd.rank(), hvd.size(), settings().timeout)
+    engine.add_bucket(data, wire_dtype=torch.int8, ends=ends)
+    engine.install([("RS", 0), ("AG", 0)])
+    with counted("blocks"):
+        for _ in range(times):
+            data.fill_(1.0)
+            engine.begin_step()
+            engine.mark_ready(0)
+            engine.wait_all()
+    assert bool((data == hvd.size()).all())
+    engine.close()
+
+
+def train(megabytes: int, times: int, gather: str) -> None:
+    """Whole steps. In the first, which is not counted, the ranks compare all parameters."""
+    size = 512
+    layers = [torch.nn.Linear(size, size, bias=False) for _ in range(megabytes)]  # 1 MiB each
+    model = torch.nn.Sequential(*layers)
+    sgd = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    options = {"schedule": "dear", "profile": some_profile(model), "gather": gather}
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), **options)
+    assert hvd.explain(optimizer, show=False).transport == "tiers"
+
+    def step() -> None:
+        model(torch.ones(1, size)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for parameter in model.parameters():
+            assert parameter.isfinite().all()  # reads it, and so waits for its all-gather
+
+    step()
+    with counted(gather):
+        for _ in range(times):
+            step()
+    optimizer.close()
 
 
 def fail(transport: comm_core.Transport, operation: str) -> None:
@@ -86,13 +128,16 @@ def fail(transport: comm_core.Transport, operation: str) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     hvd.init()
-    name, transport = make_transport("tiers", hvd.global_process_set, 1, settings().timeout)
-    assert name == "tiers"
     what, *numbers = sys.argv[1:]
-    if what in ("traffic", "blocks"):
-        return measure(transport, *map(int, numbers), in_blocks=what == "blocks")
+    if what == "bytes":
+        megabytes, times = map(int, numbers)
+        measure(megabytes, times)
+        for gather in ("gradients", "parameters"):
+            train(megabytes, times, gather)
+        hvd.barrier()
+        return
     try:
-        fail(transport, what)
+        fail(tiers(1001), what)
     except comm_core.EngineError as error:
         print(f"EngineError {error.kind} {error.peer}: {error}", flush=True)
         sys.exit(3)
