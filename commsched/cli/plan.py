@@ -6,6 +6,7 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from commsched.cli import options
 from commsched.cli.options import console, plan_table
@@ -16,6 +17,11 @@ from scheduler.render import chrome_trace, gantt, svg
 from scheduler.simulate.costs import peak_memory
 from scheduler.simulate.simulator import Result, simulate
 from scheduler.validate import validate
+
+if TYPE_CHECKING:
+    from commsched.cli.plan_check import Certificate
+
+CHECK = "print every wait that the plan needs on a GPU's streams, as torch's race detector finds them"
 
 # -- plan: the buckets and the order of their collectives ----------------------------------------------------
 
@@ -28,9 +34,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_ranks(parser)
     add("--output", "-o", metavar="FILE", help="write the plan to FILE, for `commsched show` and training")
     add("--json", action="store_true", help="print the plan as JSON instead of a table")
+    add("--check", action="store_true", help=CHECK)
 
 
-def run_plan(arguments: argparse.Namespace) -> None:
+def run_plan(arguments: argparse.Namespace) -> int:
     profile = profiles.find(arguments.profile)
     link, ranks = options.cluster(arguments, arguments.ranks)
     program = policies.plan(profile, link, arguments.policy, ranks=ranks, **options.step_options(arguments))
@@ -40,15 +47,31 @@ def run_plan(arguments: argparse.Namespace) -> None:
     program = replace(program, meta={**program.meta, **found})
     if arguments.output:
         program.save(Path(arguments.output))
+    certificate = _certificate(arguments, program, profile)
+    status = int(certificate is not None and not certificate.holds)
     if arguments.json:
-        print(json.dumps(program.to_dict(), indent=1))
-        return
+        extra = {} if certificate is None else {"check": certificate.to_dict()}
+        print(json.dumps({**program.to_dict(), **extra}, indent=1))
+        return status
     out = console()
     out.print(plan_table(program))
     out.print(program.plan, markup=False, highlight=False)
     out.print(f"period {result.period * 1e3:.3f} ms, exposed {result.exposed * 1e3:.3f} ms")
+    if certificate is not None:
+        print(certificate)
     if arguments.output:
         out.print(f"written to {arguments.output}", markup=False)
+    return status
+
+
+def _certificate(
+    arguments: argparse.Namespace, program: Program, profile: Profile | None
+) -> Certificate | None:
+    if not arguments.check:
+        return None
+    from commsched.cli.plan_check import check
+
+    return check(program, [] if profile is None else [layer.name for layer in profile.layers])
 
 
 # -- show a plan: its buckets and order; with a profile and a link, its timeline as text, SVG or a trace -----
@@ -66,10 +89,13 @@ def add_show_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_const", const="json", dest="format", help="the same as --format json")
     add("--output", "-o", metavar="FILE", help="write to FILE instead of the terminal")
     add("--width", type=int, default=100, help="columns of the text chart")
+    add("--check", action="store_true", help=CHECK)
 
 
-def run_show(arguments: argparse.Namespace) -> None:
+def run_show(arguments: argparse.Namespace) -> int:
     program = Program.load(arguments.plan)
+    if arguments.check and arguments.format != "text":
+        raise ValueError(f"--check prints text, got --format {arguments.format}")
     profile = profiles.find(arguments.profile) if arguments.profile else None
     validate(program, profile)
     result = _simulate(arguments, program, profile)
@@ -82,6 +108,11 @@ def run_show(arguments: argparse.Namespace) -> None:
         Path(arguments.output).write_text(text)
     else:
         print(text, end="")
+    certificate = _certificate(arguments, program, profile)
+    if certificate is None:
+        return 0
+    print(certificate)
+    return int(not certificate.holds)
 
 
 def _simulate(arguments: argparse.Namespace, program: Program, profile: Profile | None) -> Result | None:

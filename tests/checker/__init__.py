@@ -56,5 +56,6 @@ The files: ``actions`` (what users do, each once), ``models`` (tiny nets and the
 oracle), ``world`` (one rank of a program), ``programs`` (draw, run, compare, shrink), ``allowed`` (the listed
 errors), ``distributed`` (how a rank makes its optimizers), ``threads`` and ``processes`` (what ranks are).
 ``stages`` and ``tiles`` are checkers of their own, for pipelines and for tiles (of the models in ``layers``);
-``command`` is their command, and ``seeds`` runs their programs on real ranks.
+``command`` is their command, and ``seeds`` runs their programs on real ranks. ``races`` runs programs of all
+three under torch's race detector.
 """

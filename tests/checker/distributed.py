@@ -102,6 +102,7 @@ class ThreadWorld(DistributedWorld):
             options["lateness"],
             dice,
             self.job.patience,
+            self.job.watched(self.rank),
         )
         self.job.made(backend)
         return {"process_set": backend.ranks.process_set, "transport": backend}

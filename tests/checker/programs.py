@@ -15,6 +15,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.checker.actions import ACTIONS, AMONG_WEIGHTED, Action
 from tests.checker.allowed import permitted
@@ -334,7 +335,8 @@ def run_distributed(world: World, program: Program, records: Sequence[Record], m
             world.kept.pop("graph", None)
         # A model that has been rounded to float32 stays so, whatever it is converted to later.
         precision = max(precision, world.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        difference = compare(value, record.value, (place + 1) * _DEPTH, precision)
+        with _disable_current_modes():  # a race detector would take it for the script's
+            difference = compare(value, record.value, (place + 1) * _DEPTH, precision)
         if difference:
             raise Stop(Failure("differs", f"{name}", world.rank, place, name, difference))
 
@@ -504,7 +506,12 @@ class Tally:
             which[name] += 1
 
 
-def run_on_threads(program: Program, patience: float = 60.0, tally: Tally | None = None) -> Failure | None:
+def run_on_threads(
+    program: Program,
+    patience: float = 60.0,
+    tally: Tally | None = None,
+    new_job: Callable[..., ThreadJob] | None = None,
+) -> Failure | None:
     """Run a program with ranks that are threads; return how it failed, if it did."""
     from tests.checker.threads import Meeting, run_threads
 
@@ -515,7 +522,7 @@ def run_on_threads(program: Program, patience: float = 60.0, tally: Tally | None
     broken = _plain_ranks_differ(program, records)
     if broken:
         raise AssertionError(f"the checker is wrong: {broken}\n{program}")
-    job = ThreadJob(program, Meeting(size, patience), patience)
+    job = (new_job or ThreadJob)(program, Meeting(size, patience), patience)
     try:
         run_threads(size, lambda rank: job.run(rank, records[rank]), 6 * patience)
     except Hang as error:
@@ -592,13 +599,20 @@ class ThreadJob:
         for backend in backends:
             backend.abort("the program has failed")
 
-    def run(self, rank: int, records: Sequence[Record]) -> None:
+    def watched(self, rank: int) -> Any:
+        """Return the device on which a rank is watched, if it is."""
+        return None
+
+    def new_world(self, rank: int) -> Any:
         from tests.checker.distributed import ThreadWorld
 
+        return ThreadWorld(self, rank)
+
+    def run(self, rank: int, records: Sequence[Record]) -> None:
         world = None
         try:
             with warnings.catch_warnings():
-                world = ThreadWorld(self, rank)
+                world = self.new_world(rank)
                 run_distributed(world, self.program, records, self.met)
         except Stop as stop:
             self._stopped(stop)

@@ -833,13 +833,13 @@ class Outcome:
     error: str = ""
 
 
-def train(case: Case) -> list[Outcome]:
-    """What each rank has at the end."""
+def train(case: Case, ranks: Callable[..., list[Any]] = on_threads) -> list[Outcome]:
+    """What each rank has at the end. ``ranks`` runs them: see ``on_threads``."""
     timeout = 60.0 if case.stops is None else STOPPED_TIMEOUT
     if case.compiles:
         torch._dynamo.reset()  # it compiles a function a few times only
     models = [model_of(case, rank) for rank in range(case.size)]  # threads share torch's generator
-    return on_threads(
+    return ranks(
         case.size, lambda fabric: train_rank(case, models[fabric.rank], fabric.rank, lambda: fabric), timeout
     )
 
@@ -1032,14 +1032,14 @@ def without_draws(case: Case) -> Case:
     return replace(case, kinds=kinds, style="list" if case.style == "layer drop" else case.style)
 
 
-def failure(case: Case) -> str:
+def failure(case: Case, ranks: Callable[..., list[Any]] = on_threads) -> str:
     if case.size > 1:  # ranks are threads
         case = without_draws(case)
         if case.optimizer == "adam" and case.compiles:
             # torch.compiler.is_compiling() is true while any thread compiles; Adam then rounds otherwise.
             case = replace(case, optimizer="momentum")
     try:
-        return "" if is_refused(case) else differs(case, dict(enumerate(train(case))))
+        return "" if is_refused(case) else differs(case, dict(enumerate(train(case, ranks))))
     except Exception as error:
         return command.reason_of(error)
 

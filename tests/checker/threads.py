@@ -25,6 +25,7 @@ from commsched.backends.cpu import EngineBackend
 from commsched.backends.cuda import StreamBackend
 from commsched.backends.interface import Backend, StepWork
 from commsched.backends.nccl import StagedExchange
+from commsched.backends.races import WatchedDevice, WatchedExchange
 from commsched.backends.ranks import Ranks
 from commsched.devices import Device
 from commsched.errors import CommError
@@ -263,8 +264,12 @@ def late_backend(
     lateness: float,
     dice: random.Random,
     patience: float = PATIENCE,
+    watched: WatchedDevice | None = None,
 ) -> LateBackend:
-    """Return the backend of one optimizer of one thread; ``stream``: the GPU's way, for CPU tensors."""
+    """Return the backend of one optimizer of one thread.
+
+    ``stream``: the GPU's way, for CPU tensors, on the ``watched`` device if there is one.
+    """
     ranks, size = ThreadRanks(meeting, rank, held), meeting.size
 
     def transport() -> Any:
@@ -276,8 +281,10 @@ def late_backend(
         host = EngineBackend(ranks, "threads", transport(), patience)
         if not stream:
             return host
-        device = Device(torch.device("cpu"))
-        return StreamBackend(host, device, StagedExchange(transport()), timeout=patience)
+        device, exchange = Device(torch.device("cpu")), StagedExchange(transport())
+        if watched is None:
+            return StreamBackend(host, device, exchange, timeout=patience)
+        return StreamBackend(host, watched, WatchedExchange(exchange, watched.races), timeout=patience)
 
     return LateBackend(make, ranks, held, lateness, dice)
 

@@ -437,13 +437,13 @@ def expected(case: Case) -> Records:
     return Script(case, model_of(case), (1, 1), channel).run(batches_of(case))
 
 
-def on_tiles(case: Case) -> list[Records]:
+def on_tiles(case: Case, ranks: Callable[..., list[Any]] = on_threads) -> list[Records]:
     """Return what every rank shows; the ranks are threads, which share torch's generator."""
     if draws(case):  # a dry run would put the generator's state back
         case = replace(case, options={**case.options, "fuse_halo": "off"})
     batches, models = batches_of(case), [model_of(case, rank) for rank in range(case.size)]
     torch.manual_seed(case.seed)
-    return on_threads(
+    return ranks(
         case.size,
         lambda channel: run_on(case, models[channel.rank], channel, batches),
         case.timeout,
@@ -514,12 +514,12 @@ ROWS = (
 )
 
 
-def failure(case: Case) -> str:
-    """Return how a program fails; "" if it does not."""
+def failure(case: Case, ranks: Callable[..., list[Any]] = on_threads) -> str:
+    """Return how a program fails; "" if it does not. ``ranks`` runs them: see ``on_threads``."""
     # Ranks that are threads share the generator whose state a checkpoint keeps for its second forward.
     kinds = {"checkpointed dropout": "residual"}  # of the same size
     case = replace(case, layers=tuple((kinds.get(kind, kind), seed) for kind, seed in case.layers))
-    return _failure(case, on_tiles)
+    return _failure(case, lambda case: on_tiles(case, ranks))
 
 
 def failure_on_rank(case: Case, rank: int, meet: Callable[[], None]) -> str:

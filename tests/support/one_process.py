@@ -2,11 +2,14 @@
 
 They make models within ``seed()`` (or ``ONE_MODEL``), because they share torch's generator. For the rest
 importing this is enough: the collector of garbage runs wherever an object is made, and may let another thread
-run. Two things do not bear that:
+run. Three things do not bear that:
 
 - CPython 3.11 counts the depth of all syntax trees under construction in one place. With a tree that another
   thread builds meanwhile, the first ends with "SystemError: AST constructor recursion depth mismatch". Numpy
   (headers of files) and torch (scripting) build trees on every rank.
+- Under a ``TorchDispatchMode``, an operation's first use makes its object ``torch.ops.aten.add.Tensor``. C++
+  keeps its address, without a reference. Two threads make two objects: the second replaces the first in its
+  module, and later calls crash. ``resolve_operations()`` makes all of them.
 - A generator's ``get_state`` makes a tensor while it holds the generator's lock. A thread that then wants it
   waits without giving Python's own lock back, so the first never goes on: nothing in the process does.
 """
@@ -36,6 +39,14 @@ def seed(number: int) -> Iterator[None]:
     with ONE_MODEL:
         torch.manual_seed(number)
         yield
+
+
+@functools.cache
+def resolve_operations() -> None:
+    for name in torch._C._dispatch_get_all_op_names():
+        operation, _, overload = name.removeprefix("aten::").partition(".")
+        if name.startswith("aten::") and hasattr(torch.ops.aten, operation):
+            getattr(getattr(torch.ops.aten, operation), overload or "default", None)
 
 
 @functools.wraps(_parse)

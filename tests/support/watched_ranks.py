@@ -16,10 +16,12 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from commsched.backends.races import Races
 from commsched.channels import Channel, Parcel, Pending, Staging, ThreadHub
 from commsched.pipeline import ThreadWorld
 from commsched.pipeline.messages import Lane, ThreadFabric
-from tests.support.races import Forgetful, Races
+from tests.support.one_process import resolve_operations
+from tests.support.races import Forgetful
 from tests.support.thread_ranks import run_threads
 
 T = TypeVar("T")
@@ -113,37 +115,54 @@ class WatchedFabric(ThreadFabric):
         return WatchedStaging(self._device)
 
 
-def pipelines(
-    size: int, work: Callable[[WatchedFabric], T], left_out: str = "", timeout: float = 200.0
-) -> tuple[list[T], list[Forgetful]]:
-    """Return the results of ``work(fabric)`` on every rank, and the ranks' devices.
+def new_devices(size: int, left_out: str = "", at_once: bool = True) -> list[Forgetful]:
+    """Return the devices of ranks that are threads. ``left_out``: a line whose wait is left out."""
+    resolve_operations()
+    return [Forgetful(Races(at_once=at_once), left_out) for _ in range(size)]
 
-    ``left_out``: a line whose wait is left out: see ``Forgetful``.
-    """
-    world = ThreadWorld(size, timeout)
-    devices = [Forgetful(Races(), left_out) for _ in range(size)]
+
+def run_pipelines(
+    devices: Sequence[Forgetful], work: Callable[[WatchedFabric], T], timeout: float = 200.0
+) -> list[T]:
+    """Return the results of ``work(fabric)`` on every rank."""
+    world = ThreadWorld(len(devices), timeout)
 
     def run(rank: int) -> T:
         with devices[rank].races:
             return work(WatchedFabric(world, rank, devices[rank]))
 
     with no_collector():
-        return run_threads(size, run, timeout + 300.0, world.abort), devices
+        return run_threads(len(devices), run, timeout + 300.0, world.abort)
 
 
-def tiles(
-    size: int, work: Callable[[WatchedChannel], T], left_out: str = "", timeout: float = 200.0
-) -> tuple[list[T], list[Forgetful]]:
-    """The same for ``work(channel)``."""
-    hub = ThreadHub(size, timeout)
-    devices = [Forgetful(Races(), left_out) for _ in range(size)]
+def run_tiles(
+    devices: Sequence[Forgetful], work: Callable[[WatchedChannel], T], timeout: float = 200.0
+) -> list[T]:
+    """Return the results of ``work(channel)`` on every rank."""
+    hub = ThreadHub(len(devices), timeout)
 
     def run(rank: int) -> T:
         with devices[rank].races:
             return work(WatchedChannel(hub.channel(rank), devices[rank]))
 
     with no_collector():
-        return run_threads(size, run, timeout + 300.0, hub.broken.set), devices
+        return run_threads(len(devices), run, timeout + 300.0, hub.broken.set)
+
+
+def pipelines(
+    size: int, work: Callable[[WatchedFabric], T], left_out: str = ""
+) -> tuple[list[T], list[Forgetful]]:
+    """Return the results of ``work(fabric)`` on every rank, and the ranks' devices."""
+    devices = new_devices(size, left_out)
+    return run_pipelines(devices, work), devices
+
+
+def tiles(
+    size: int, work: Callable[[WatchedChannel], T], left_out: str = ""
+) -> tuple[list[T], list[Forgetful]]:
+    """The same for ``work(channel)``."""
+    devices = new_devices(size, left_out)
+    return run_tiles(devices, work), devices
 
 
 def races_of(devices: Sequence[Forgetful]) -> list[str]:

@@ -15,6 +15,7 @@ from torch import nn
 import commsched as hvd
 from commsched.backends.cuda import StreamBackend, StreamSchedule
 from commsched.backends.nccl import exchange_for
+from commsched.backends.races import Races, WatchedDevice, WatchedExchange
 from commsched.collectives.private_groups import private_group
 from commsched.devices import Device
 from commsched.optimizer.gradient import RESIDUAL
@@ -26,7 +27,6 @@ from tests.support.cases import Me, case, main
 from tests.support.device_waits import NoQuestions
 from tests.support.oracle import assert_close, batch, release, seeded
 from tests.support.quantised_training import COMPRESSIONS, case_of_each_code
-from tests.support.races import Races, WatchedDevice, WatchedExchange
 from tests.support.reference_run import MakeOptimizer, Twin, momentum, some_profile
 from tests.support.small_models import loss_of
 from tests.support.stream_device import GroupOnPaper

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from commsched.backends.interface import Scaling
-from tests.support.races import MAIN, OTHER, SIDE, Forgetful, Race, Races, WatchedDevice
+from commsched.backends.races import MAIN, OTHER, SIDE, Race, Races, WatchedDevice
+from tests.support.races import Forgetful
 from tests.support.stream_backend import SHAPES, SIZE, OneRank
 
 ALL = range(len(SHAPES))

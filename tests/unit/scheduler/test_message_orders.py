@@ -22,7 +22,10 @@ from scheduler.ir.layout import far_stage
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE, Program, unroll
 from scheduler.pipelines import generate
 
-MESHES = [(stages, replicas) for stages in (1, 2, 3, 4) for replicas in (1, 2)]
+REPLICAS = [  # of each stage
+    *((replicas,) * stages for stages in (1, 2, 3, 4) for replicas in (1, 2)),
+    *((1, 2), (3, 1), (2, 3), (2, 1, 2), (1, 2, 2, 1)),
+]
 PERIODS = 4
 COMPUTED = {Kind.SENDF: Kind.F, Kind.RECVF: Kind.F, Kind.SENDB: Kind.B, Kind.RECVB: Kind.B}
 
@@ -30,7 +33,9 @@ Node = Hashable
 
 
 def programs(schedule: str) -> Iterator[tuple[str, Program]]:
-    for stages, replicas in MESHES:
+    for replicas in REPLICAS:
+        stages, even = len(replicas), len(set(replicas)) == 1
+        mesh = f"{stages}x{replicas[0]}" if even else " and ".join(map(str, replicas))
         if schedule == "bundle" and stages != 2:
             continue
         for micro in (1, 2, 4, 8):
@@ -39,7 +44,7 @@ def programs(schedule: str) -> Iterator[tuple[str, Program]]:
             if schedule in ("interleaved", "2bw", "wpipe") and micro < stages:
                 continue
             yield (
-                f"{schedule} {stages}x{replicas}, {micro}",
+                f"{schedule} {mesh}, {micro}",
                 generate(schedule, stages, micro, replicas=replicas),
             )
 
