@@ -16,7 +16,7 @@ def test_a_file_that_no_process_holds_is_left_behind() -> None:
         with nothing_left_in_shared_memory():
             pass  # it was there before
         path.unlink()
-        with pytest.raises(AssertionError, match=path.name), nothing_left_in_shared_memory():
+        with pytest.raises(AssertionError, match=path.name), nothing_left_in_shared_memory(0.5):
             path.touch()
     finally:
         path.unlink(missing_ok=True)
