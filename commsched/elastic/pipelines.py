@@ -79,6 +79,16 @@ class PipelineState(ObjectState):
             raise ValueError("nothing was committed: elastic.run's function has not begun")
         return deepcopy(self._commit.training["model"])
 
+    def commit(self) -> None:
+        """Call ``check_host_updates()``, and save the state. Every rank must call, after the same step."""
+        try:
+            self.check_host_updates()
+        except HostsUpdatedInterrupt:
+            self._commits += 1  # it is saved
+            raise
+        self.save()
+        self._commits += 1
+
     def check_host_updates(self) -> None:
         """Raise ``HostsUpdatedInterrupt`` on all ranks if hosts have changed; saves before. Collective."""
         self.pipeline._check_can_be_moved()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.launch import run_ranks, start_ranks
+from tests.support.launch import elastic_hosts, run_ranks, start_ranks
 from tests.support.needs import needs_horovod
 
 PROGRAM = Path(__file__).with_name("programs") / "elastic_training.py"
@@ -37,12 +37,9 @@ def plain() -> list[float]:
     ("gather", "victim", "loss"), [("gradients", 0, "SIGKILL"), ("parameters", 1, "SIGSTOP")]
 )
 def test_a_host_comes_and_a_rank_is_lost(tmp_path: Path, gather: str, victim: int, loss: str) -> None:
-    hosts, script = tmp_path / "hosts", tmp_path / "hosts.sh"
-    hosts.write_text("localhost:1\n")
-    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
-    script.chmod(0o755)
+    hosts, launcher = elastic_hosts(tmp_path, "localhost:1")
     env = {"COMMSCHED_TIMEOUT": "300"}
-    with start_ranks(PROGRAM, 2, [str(hosts), gather, str(victim), loss], env, f"elastic:{script}") as ranks:
+    with start_ranks(PROGRAM, 2, [hosts, gather, str(victim), loss], env, launcher) as ranks:
         results = ranks.wait()
         shown = ranks.report()
     lines = results[1 - victim].stdout.splitlines()
@@ -92,12 +89,9 @@ def loses_a_rank_that_has_not_met() -> None:
 @needs_horovod
 def test_a_rank_that_dies_before_the_others_have_met_it(tmp_path: Path) -> None:
     """They waited for the whole COMMSCHED_START_TIMEOUT."""
-    hosts, script = tmp_path / "hosts", tmp_path / "hosts.sh"
-    hosts.write_text("localhost:1\n")
-    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
-    script.chmod(0o755)
+    hosts, launcher = elastic_hosts(tmp_path, "localhost:1")
     env = {"COMMSCHED_START_TIMEOUT": "96"}
-    with start_ranks(loses_a_rank_that_has_not_met, 2, [str(hosts)], env, f"elastic:{script}") as ranks:
+    with start_ranks(loses_a_rank_that_has_not_met, 2, [hosts], env, launcher) as ranks:
         results = ranks.wait()
         shown = ranks.report()
     size, *waited = results[0].stdout.split() or [""]
@@ -109,11 +103,8 @@ def test_a_rank_that_dies_before_the_others_have_met_it(tmp_path: Path) -> None:
 @needs_horovod
 def test_every_way_in_which_members_change(tmp_path: Path) -> None:
     """Joins, removals of the last, the middle and the first rank, an abort, subsets: one job through all."""
-    hosts, script = tmp_path / "hosts", tmp_path / "hosts.sh"
-    hosts.write_text("localhost:1\n")
-    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
-    script.chmod(0o755)
-    with start_ranks(MEMBERSHIP, 3, [str(hosts)], {}, f"elastic:{script}") as ranks:
+    hosts, launcher = elastic_hosts(tmp_path, "localhost:1")
+    with start_ranks(MEMBERSHIP, 3, [hosts], {}, launcher) as ranks:
         results = ranks.wait()
         shown = ranks.report()
     lines = [line for rank in results for line in rank.stdout.splitlines() if line.startswith("[[")]

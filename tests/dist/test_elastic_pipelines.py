@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.launch import start_ranks
+from tests.support.launch import elastic_hosts, start_ranks
 from tests.support.needs import needs_horovod
 from tests.support.pipeline_runs import ROUNDING, adam, batches, chain_model, train
 from tests.support.rounding import rounding
@@ -53,12 +53,9 @@ def whole_images() -> Result:
     ],
 )
 def test_a_rank_is_lost_and_a_host_comes(tmp_path: Path, kind: str, dies_in: str, tolerance: float) -> None:
-    hosts, script = tmp_path / "hosts", tmp_path / "hosts.sh"
-    hosts.write_text("localhost:2\n127.0.0.1:1\n")
-    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
-    script.chmod(0o755)
+    hosts, launcher = elastic_hosts(tmp_path, "localhost:2", "127.0.0.1:1")
     env = {"COMMSCHED_TIMEOUT": "300"}
-    with start_ranks(PROGRAM, 3, [str(hosts), kind, dies_in], env, f"elastic:{script}") as ranks:
+    with start_ranks(PROGRAM, 3, [hosts, kind, dies_in], env, launcher) as ranks:
         results = ranks.wait()
         shown = ranks.report()
     lines = [line for result in results for line in result.stdout.splitlines()]

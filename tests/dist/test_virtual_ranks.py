@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import commsched as hvd
-from tests.support.launch import run_ranks, start_ranks
+from tests.support.launch import elastic_hosts, run_ranks, start_ranks
 from tests.support.needs import needs_horovod
 from tests.support.virtual_training import trained
 
@@ -40,12 +40,9 @@ def test_any_number_of_ranks(ranks: int) -> None:
 @needs_horovod
 @pytest.mark.parametrize("gather", ["gradients", "parameters"])
 def test_ranks_that_die_and_come(tmp_path: Path, gather: str) -> None:
-    hosts, script = tmp_path / "hosts", tmp_path / "hosts.sh"
-    hosts.write_text("localhost:2\n127.0.0.1:2\n")
-    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
-    script.chmod(0o755)
-    arguments, env = [str(STEPS), gather, str(hosts)], {"COMMSCHED_TIMEOUT": "300"}
-    with start_ranks(PROGRAM, 4, arguments, env, f"elastic:{script}") as ranks:
+    hosts, launcher = elastic_hosts(tmp_path, "localhost:2", "127.0.0.1:2")
+    arguments, env = [str(STEPS), gather, hosts], {"COMMSCHED_TIMEOUT": "300"}
+    with start_ranks(PROGRAM, 4, arguments, env, launcher) as ranks:
         results = ranks.wait()
         shown = ranks.report()
     assert results[0].stdout, shown

@@ -41,6 +41,7 @@ import psutil
 from commsched.process.network import HeldPort
 from dnn_bench.launch import Process, popen, spawn_rank
 from dnn_bench.rank_environment import environment, rank_variables
+from tests.support.checkout import make_script
 from tests.support.needs import skip_without_horovod
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,6 +79,14 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     if env["PATH"].split(os.pathsep)[0] != programs:
         env["PATH"] = f"{programs}{os.pathsep}{env['PATH']}"
     return env | dict(extra or {})
+
+
+def elastic_hosts(folder: Path, *lines: str) -> tuple[str, str]:
+    """Return the file with an elastic job's hosts, which a program may write anew, and the launcher."""
+    hosts = folder / "hosts"
+    hosts.write_text("".join(f"{line}\n" for line in lines))
+    make_script(folder / "hosts.sh", f"cat {hosts}")
+    return str(hosts), f"elastic:{folder / 'hosts.sh'}"
 
 
 def launcher_command(launcher: str, nprocs: int, port: int = 0, hosts: str = "") -> list[str]:

@@ -216,7 +216,8 @@ def test_values_that_one_rank_cannot_copy_end_the_commit_on_all() -> None:
     assert [state._commit.values["step"] for state in states] == [1, 1]
 
 
-def test_changed_hosts_save_the_present_state() -> None:
+@pytest.mark.parametrize("call", ["check_host_updates", "commit"])
+def test_changed_hosts_save_the_present_state_once(call: str) -> None:
     """Fewer hosts need another pipeline, too: the state is not left where it is."""
     states = new_states(3)
 
@@ -224,9 +225,10 @@ def test_changed_hosts_save_the_present_state() -> None:
         steps(3, 9)(state)
         if _here.job.rank == 0:
             state.on_hosts_updated(state._last_updated_timestamp + 1, 1)
+        saves = state._commit.key[0]
         with pytest.raises(HostsUpdatedInterrupt) as interrupt:
-            state.check_host_updates()
-        assert not interrupt.value.skip_sync
+            getattr(state, call)()
+        assert not interrupt.value.skip_sync and state._commit.key[0] == saves + 1
 
     in_job(states, work)
     for state in states:
