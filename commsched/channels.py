@@ -1,6 +1,6 @@
 """Channels that exchange buffers between ranks: of processes, of threads, or of one rank alone.
 
-They read host memory; `Staging` copies between that and a device.
+They read host memory; `Staging` copies between that and a device. `DeviceMessages` go from device to device.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
@@ -220,6 +220,119 @@ class _Arriving(Pending):
         self._pending.wait()
         self._staging.take_in(self._coming, self._recvs)
         self._coming = self._recvs = ()
+
+
+class Direction(Protocol):
+    """Messages from one rank to another, in the order in which both launch them; NCCL's, or a test's."""
+
+    def move(self, buffer: Tensor) -> None:
+        """Send or receive these bytes on the current stream."""
+
+    def failure(self) -> str:
+        """Return why bytes may not have arrived, "" if they have."""
+
+
+class DeviceMessages:
+    """Messages between the memory of this rank's device and others', which the host does not wait for.
+
+    ``going`` and ``coming``: to and from each peer. ``end`` closes the connections or, with a reason, aborts
+    them; it is called once.
+
+    [Note: streams of messages]
+    Each direction has a stream of its own on both ranks, so a message waits for nothing but the earlier ones
+    of its direction and, where it is sent, for the computation before it::
+
+        current stream   F0 * (o0 waits)      F1 (waits for i1) ...
+        stream to 1           o0 . . . . . . .       until rank 1 has launched its receive
+        stream from 0    i1 . . . . . . . . *        until rank 0 has sent
+
+    Memory: what is received is allocated on its stream, so that a receive waits for no computation here. What
+    is sent must live until the stream to the peer is done (``Device.uses``), and what is received until the
+    current stream is. The order in which ranks launch messages is that of ``scheduler.ir.launches``.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        going: Mapping[int, Direction],
+        coming: Mapping[int, Direction],
+        end: Callable[[str], None],
+    ) -> None:
+        self.device, self._end, self._failure = device, end, ""
+        self._going, self._coming = (
+            {peer: (direction, device.stream()) for peer, direction in each.items()}
+            for each in (going, coming)
+        )
+        self._directions = [*going.values(), *coming.values()]
+
+    def send(self, peer: int, buffers: Sequence[Tensor]) -> Pending:
+        self._check()
+        device, (direction, stream) = self.device, self._going[peer]
+        ready = [buffer.contiguous().resolve_conj().resolve_neg() for buffer in buffers if buffer.numel()]
+        device.wait(stream, device.record(device.current()))
+        with device.on(stream), torch.no_grad():
+            for buffer in ready:
+                direction.move(_bytes(buffer))
+                device.uses(buffer, stream)
+        return Complete()
+
+    def receive(
+        self, peer: int, buffers: Callable[[Callable[..., Tensor]], list[Tensor]]
+    ) -> tuple[list[Tensor], Pending]:
+        """Launch a receive into what ``buffers(empty)`` returns. ``wait()`` lets the current stream wait."""
+        self._check()
+        device, (direction, stream) = self.device, self._coming[peer]
+        with device.on(stream), torch.no_grad():
+            made = buffers(partial(torch.empty, device=device.device))
+            for buffer in made:
+                if buffer.numel():
+                    direction.move(_bytes(buffer))
+        return made, _OnStream(device, device.record(stream), made)
+
+    def confirm(self) -> None:
+        """Let the host wait for what is on the current stream; ``CommError`` where messages did not arrive.
+
+        NCCL ends a lost message without its bytes. So nobody may read a loss, or step with gradients, that
+        come from messages which were not confirmed.
+        """
+        self.device.synchronize(self.device.record(self.device.current()))
+        self._check()
+
+    def _check(self) -> None:
+        found = self._failure or next(filter(None, (each.failure() for each in self._directions)), "")
+        if found:
+            raise CommError(found)
+
+    def abort(self, reason: str) -> None:
+        """End messages in flight, and every later one. May be called from any thread."""
+        if not self._failure:
+            self._failure = reason  # before hosts that wait go on
+            self._end(reason)
+
+    def close(self) -> None:
+        """Close the connections. No message may be in flight."""
+        if not self._failure:
+            self._failure = "the pipeline is closed"
+            self._end("")
+
+
+def _bytes(buffer: Tensor) -> Tensor:
+    """The buffer as bytes: NCCL does not know all types."""
+    return buffer.view(-1).view(torch.uint8)
+
+
+class _OnStream(Pending):
+    """Buffers that are complete at a mark of another stream."""
+
+    def __init__(self, device: Device, end: Event, buffers: Sequence[Tensor]) -> None:
+        self._device, self._end, self._buffers = device, end, buffers
+
+    def wait(self) -> None:
+        current = self._device.current()
+        self._device.wait(current, self._end)
+        for buffer in self._buffers:
+            self._device.uses(buffer, current)
+        self._buffers = ()
 
 
 Message = tuple[int, Sequence[Tensor]]  # (peer, contiguous buffers)

@@ -11,12 +11,18 @@ import itertools
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
 
 from comm_core import TcpConnection
 from commsched.backends.cpu import make_transport
@@ -24,9 +30,12 @@ from commsched.backends.ranks import Ranks
 from commsched.collectives.carrier import carrier
 from commsched.collectives.private_groups import private_group
 from commsched.env import settings
+from commsched.errors import CommError
 from commsched.process.groups import device_name, nccl_usable
 
 _FAREWELL = b"!"
+_HEAD_START = 0.3  # seconds; NCCL is told of an abort at its begin
+_ABORT_SECONDS = 10.0
 
 
 class Exchange(Protocol):
@@ -49,34 +58,16 @@ class Exchange(Protocol):
         """Close the group's connections. No operation may be in flight."""
 
 
-class NcclExchange:
+class NcclGroup:
     """Runs in the current stream; the host never waits. ``group`` is a ``ProcessGroupNCCL`` of its own."""
 
-    name, scales = "nccl", False
-
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, *options: Any) -> None:
         self.group = group
         self._end_lock, self._ended = threading.Lock(), False
-        self._rank, self._size = group.rank(), group.size()
-        self._reduce = ReduceScatterOptions()
-        self._gather, self._swap = AllgatherOptions(), AllToAllOptions()
-        for options in (self._reduce, self._gather, self._swap):
+        for each in options:
             # Use the caller's stream; older versions of torch use their own stream and join it.
-            if hasattr(options, "asyncOp"):
-                options.asyncOp = False
-
-    def _shard(self, bucket: torch.Tensor) -> torch.Tensor:
-        part = bucket.numel() // self._size
-        return bucket.narrow(0, self._rank * part, part)
-
-    def reduce_scatter(self, bucket: torch.Tensor, postscale: float) -> None:
-        self._wait_in_stream(self.group._reduce_scatter_base(self._shard(bucket), bucket, self._reduce))
-
-    def all_gather(self, bucket: torch.Tensor) -> None:
-        self._wait_in_stream(self.group._allgather_base(bucket, self._shard(bucket), self._gather))
-
-    def all_to_all(self, received: torch.Tensor, message: torch.Tensor) -> None:
-        self._wait_in_stream(self.group.alltoall_base(received, message, [], [], self._swap))
+            if hasattr(each, "asyncOp"):
+                each.asyncOp = False
 
     def _wait_in_stream(self, work: Any) -> None:
         if work is not None:
@@ -97,6 +88,78 @@ class NcclExchange:
         with self._end_lock:
             first, self._ended = not self._ended, True
             return first
+
+
+class NcclExchange(NcclGroup):
+    name, scales = "nccl", False
+
+    def __init__(self, group: Any) -> None:
+        self._rank, self._size = group.rank(), group.size()
+        self._reduce = ReduceScatterOptions()
+        self._gather, self._swap = AllgatherOptions(), AllToAllOptions()
+        super().__init__(group, self._reduce, self._gather, self._swap)
+
+    def _shard(self, bucket: torch.Tensor) -> torch.Tensor:
+        part = bucket.numel() // self._size
+        return bucket.narrow(0, self._rank * part, part)
+
+    def reduce_scatter(self, bucket: torch.Tensor, postscale: float) -> None:
+        self._wait_in_stream(self.group._reduce_scatter_base(self._shard(bucket), bucket, self._reduce))
+
+    def all_gather(self, bucket: torch.Tensor) -> None:
+        self._wait_in_stream(self.group._allgather_base(bucket, self._shard(bucket), self._gather))
+
+    def all_to_all(self, received: torch.Tensor, message: torch.Tensor) -> None:
+        self._wait_in_stream(self.group.alltoall_base(received, message, [], [], self._swap))
+
+
+class NcclDirection(NcclGroup):
+    """Messages from the first rank of a group of two to the second one.
+
+    A message is a broadcast, which torch runs on the caller's stream; ``send`` and ``recv``, which move the
+    same bytes, on one of the group.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._options = BroadcastOptions()
+        self._options.rootRank = 0
+        super().__init__(group, self._options)
+
+    def move(self, buffer: torch.Tensor) -> None:
+        try:
+            self._wait_in_stream(self.group.broadcast([buffer], self._options))
+        except torch.distributed.DistError as error:
+            raise CommError(f"a message over NCCL failed: {error}") from error
+
+    @staticmethod
+    def can_tell() -> bool:
+        """Return whether this torch can say that NCCL has failed: 2.6 cannot."""
+        return torch.distributed.is_nccl_available() and hasattr(
+            torch.distributed.ProcessGroupNCCL, "get_error"
+        )
+
+    def failure(self) -> str:
+        """Return why messages may not have arrived, "" if they have; torch's watchdog finds out."""
+        group = self.group
+        state = "SUCCESS" if group is None else group.get_error().name
+        return "" if state == "SUCCESS" else f"a message over NCCL failed or is late: {state}"
+
+
+def abort_in_turn(first: Sequence[NcclGroup], then: Sequence[NcclGroup], reason: str) -> None:
+    """Abort groups whose kernels wait for each other's, ``first`` with a head start.
+
+    NCCL ends an aborted message without its bytes, and the computation that waits for it goes on. So
+    directions to other ranks end before those from them, or wrong values would leave. torch waits in
+    ``abort()`` until the group's kernels are over, and these may wait for those of another group.
+    """
+    threads = []
+    for groups in (first, then):
+        for group in groups:
+            threads.append(threading.Thread(target=group.abort, args=(reason,), daemon=True))
+            threads[-1].start()
+        time.sleep(_HEAD_START)
+    for thread in threads:
+        thread.join(_ABORT_SECONDS)
 
 
 class StagedExchange:
@@ -194,7 +257,7 @@ class PeerConnections:
                 return None
         return (
             f"rank {self._rank}: rank {peer} is gone: its process or its host ended without closing its"
-            f" optimizer; look at the output of rank {peer}"
+            f" optimizer or pipeline; look at the output of rank {peer}"
         )
 
     def close(self, farewell: bool) -> None:

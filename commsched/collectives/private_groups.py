@@ -184,6 +184,14 @@ def messages_between(name: str, ranks: Sequence[int], timeout: float) -> comm_co
     return groups.messages_between(carrier().meeting, name, ranks, timeout)
 
 
+def nccl_between(name: str, ranks: Sequence[int], device: torch.device, blocks: int) -> Any:
+    """Return a new NCCL group of these ranks of the job: see ``process.groups``. Collective."""
+    meeting = carrier().meeting
+    store, place = PrefixStore("data", meeting.store), list(ranks).index(meeting.launch.rank)
+    with torch.cuda.device(device):
+        return nccl_group(store, name, place, ranks, blocks)
+
+
 def connected(connect: Callable[..., Any], name: str, ranks: Sequence[int], timeout: float) -> Any:
     """Connect these ranks of the job: see ``process.groups``."""
     return groups.connected(carrier().meeting, connect, name, ranks, timeout)

@@ -415,9 +415,10 @@ class Pipeline:
         return total.to(reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32))
 
     def close(self) -> None:
-        """Ends the engines."""
+        """Ends the engines, and messages over NCCL."""
         for update in self._updates.values():
             update.close()
+        self._interpreter.exchange.close(self._health.failed)
 
 
 # -- ``Hybrid``: the first stages on tiles, the rest on whole images, with replicas and micro-batches --------

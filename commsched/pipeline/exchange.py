@@ -31,8 +31,9 @@ from commsched.pipeline.rows import (
 )
 from commsched.pipeline.shares import Shares, Terms
 from commsched.pipeline.stage import Head, Loss, Micro, Stage, flattened
-from scheduler.ir.actions import HALOS, TRANSFER, Action, Kind, peer_of, stage_of
+from scheduler.ir.actions import HALOS, RECVS, TRANSFER, Action, Kind, peer_of, stage_of
 from scheduler.ir.layout import Layout, far_stage, is_token
+from scheduler.ir.program import Program
 
 # -- exchange, on one rank or between two --------------------------------------------------------------------
 
@@ -57,11 +58,17 @@ class Values(NamedTuple):
 
 class Exchange:
     """``shares[p]``: the rows of period p. ``outputs`` and ``input_grads``: what F and B have put out and
-    nobody has taken; their keys say what has been computed.
+    nobody has taken; their keys say what has been computed. ``program``: one whose messages may go from
+    device to device, as they do if there is a ``direct``.
     """
 
     def __init__(
-        self, layout: Layout, fabric: Fabric, stages: dict[int, Stage], name: str = "stages"
+        self,
+        layout: Layout,
+        fabric: Fabric,
+        stages: dict[int, Stage],
+        name: str = "stages",
+        program: Program | None = None,
     ) -> None:
         self.layout, self.rank, self.stages = layout, fabric.rank, stages
         self.shares = Shares(layout, fabric, name)
@@ -80,12 +87,15 @@ class Exchange:
         reduces = any(len(layout.members(stage)) > 1 for stage in range(layout.stages))
         urgent = reduces and layout.placement != "eager"
         device = next((s.device for s in stages.values() if s.device.type != "cpu"), torch.device("cpu"))
-        # Between a device and host memory; None where messages are in host memory anyway.
-        self._staging = fabric.staging(device)
-        self.outbox = Outbox(fabric.lane(name, Traffic.activation if urgent else None), self._staging)
+        devices = {stage.device for stage in stages.values()}
+        self.direct = None if program is None else fabric.direct(devices, program)
+        # Between a device and host memory; None where messages are in host memory anyway, or never.
+        self._staging = fabric.staging(device) if self.direct is None else None
+        lane = fabric.lane(name, Traffic.activation if urgent else None)
+        self.outbox = Outbox(lane, self._staging, self.direct)
         empty = torch.empty if self._staging is None else self._staging.device.host_empty
         self.inbox = Inbox(
-            self.rank, self.outbox.lane, fabric.timeout, self._coming_gradient, self._key, empty
+            self.rank, self.outbox.lane, fabric.timeout, self._coming_gradient, self._key, empty, self.direct
         )
         self.outputs: dict[Place, Values] = {}
         self.input_grads: dict[Place, list[Tensor | None]] = {}
@@ -176,7 +186,8 @@ class Exchange:
                 here_too = self._staging is not None and device == self._staging.device.device
                 leaves = described.fill(buffers, device, self._staging if here_too else None)
                 if kind is Kind.RECVB:
-                    leaves = [x if is_gradient(buffer) else None for x, buffer in zip(leaves, buffers)]
+                    given = self.inbox.given.pop(action, None) or map(is_gradient, buffers)
+                    leaves = [x if there else None for x, there in zip(leaves, given)]
                 parts.append(zip(leaves, pieces))
                 came.append((peer, pieces))
         wholes = self._parts(number, micro, here)
@@ -235,15 +246,40 @@ class Exchange:
         grads, came = self.input_grads[number, micro], self.came[number, micro]
         pieces = dict(came)[peer]
         sent = [
-            piece_of(no_gradient(leaf) if grad is None else grad, piece)
+            (piece_of(no_gradient(leaf) if grad is None else grad, piece), grad is not None)
             for leaf, grad, piece in zip(self.inputs[number, micro], grads, pieces, strict=True)
             if leaf is not None
         ]
-        self.outbox.send(action, sent)
+        self.outbox.send(action, [leaf for leaf, _ in sent], [given for _, given in sent])
         came.remove((peer, pieces))
         if not came:
             del self.input_grads[number, micro], self.came[number, micro], self.inputs[number, micro]
         return True
+
+    # From device to device
+
+    def launch(self, action: Action) -> None:
+        """Launch a message that is the next one in the order of ``scheduler.ir.launches``."""
+        if not self.moves(action):
+            return
+        if action.kind in RECVS:
+            self.inbox.launch(action)
+            return
+        send = self.send_forward if action.kind is Kind.SENDF else self.send_backward
+        if not send(action):
+            raise ValueError(f"{action} comes before the computation whose result it sends")
+
+    def confirm(self) -> None:
+        """``CommError`` where messages from device to device have failed: see ``DeviceMessages.confirm``."""
+        if self.direct is not None:
+            self.direct.confirm()
+
+    def close(self, failed: bool) -> None:
+        if self.direct is not None:
+            if failed:
+                self.direct.abort(f"rank {self.rank} has given up its pipeline")
+            else:
+                self.direct.close()
 
     # Shapes
 

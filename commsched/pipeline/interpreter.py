@@ -2,7 +2,7 @@
 
 One thread computes, in the order of the compute lane. After each action everything in the link lane that has
 become possible is handed over: messages to the fabric, reductions to the stage's engine. Receives are posted
-ahead.
+ahead. Messages from device to device are launched where ``scheduler.ir.launches`` says.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from commsched.pipeline.messages import Fabric, everyones, from_first, in_words
 from commsched.pipeline.random_state import drawing_at
 from commsched.pipeline.stage import Loss, Micro, Saved, Stage, Version
 from commsched.pipeline.update import Update
-from scheduler.ir.actions import Action, Kind, last_gradient, position, stage_of
+from scheduler.ir.actions import TRANSFER, Action, Kind, last_gradient, position, stage_of
+from scheduler.ir.launches import can_block, launches
 from scheduler.ir.layout import Layout, is_token
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE, Program, delays, reach, version
 
@@ -59,7 +60,10 @@ class Interpreter:
         order = self.lanes[COMPUTE_LANE]
         self.completes = {stage: order[last_gradient(order, stage)] for stage in stages}
         self.split = {action.stage for action in order if action.kind is Kind.W}
-        self.exchange = Exchange(self.layout, fabric, stages)
+        self.exchange = Exchange(self.layout, fabric, stages, program=program if can_block(program) else None)
+        self._launches: list[list[Action]] = []
+        if self.exchange.direct is not None:
+            self._launches = launches(program.kernel, self.layout)[self.rank]
         self._per_period = {stage: len(self.layout.computed_by(self.rank, stage)) for stage in stages}
         self._tells, self._last = inputs.tells, self.layout.stages - 1
         self.link: deque[Action] = deque()
@@ -83,20 +87,26 @@ class Interpreter:
         once, when others may already compute with what this rank has sent.
         """
         inbox, moves = self.exchange.inbox, self.exchange.moves
-        # After a checkpoint, some may be here already.
-        coming = [a for a in self._now(RECV_LANE, iteration, last) if a not in inbox.arrived]
-        inbox.expect([a for a in coming if moves(a)])
+        link = [a for a in self._now(LINK_LANE, iteration, last) if moves(a)]
+        if self._launches:
+            link = [a for a in link if a.kind not in TRANSFER]
+        else:
+            # After a checkpoint, some may be here already.
+            coming = [a for a in self._now(RECV_LANE, iteration, last) if a not in inbox.arrived]
+            inbox.expect([a for a in coming if moves(a)])
         # Gathers that wait for steps at the end would keep back what others compute with.
         gathers = not self.steps_at_end
-        link = self._now(LINK_LANE, iteration, last)
-        self.link.extend(a for a in link if moves(a) and (gathers or a.kind is not Kind.AG))
+        self.link.extend(a for a in link if gathers or a.kind is not Kind.AG)
         late, first = [], True
         order = self._now(COMPUTE_LANE, iteration, last)
-        for action, following in zip_longest(order, order[1:]):
+        self._launch(0, iteration)
+        for place, (action, following) in enumerate(zip_longest(order, order[1:]), 1):
             if action.kind is Kind.STEP and self.steps_at_end:
                 late.append(action)
+                self._launch(place, iteration)
                 continue
             self._do(action)
+            self._launch(place, iteration)
             self._issue()
             # Only now: nobody waits for this rank to post a receive or to tidy up, but for what it computes.
             inbox.pump()
@@ -112,6 +122,11 @@ class Interpreter:
             meanwhile()
         if self.steps_at_end:
             self._step_together(late)
+
+    def _launch(self, place: int, iteration: int) -> None:
+        """Launch the messages from device to device that follow so many computations."""
+        for action in self._launches[place] if self._launches else ():
+            self.exchange.launch(action.at(iteration))
 
     def _tidy(self, iteration: int) -> None:
         """Periods that ended with an earlier iteration have been received everywhere, or will be."""
@@ -157,6 +172,7 @@ class Interpreter:
             return
         if self.forwards[last] >= (iteration + 1) * self._per_period[last] and iteration >= 0:
             self._told = iteration
+            self.exchange.confirm()
             self.tell(iteration)
 
     def _do(self, action: Action) -> None:
@@ -263,6 +279,7 @@ class Interpreter:
         for action in self.waiting:
             stage = stage_of(action)
             if self._has_token(action, stage, wait=stage == force):
+                self.exchange.confirm()  # before the replicas hear that their sums are complete
                 self.updates[stage].reduce(action.shift, action.index)
             else:
                 left.append(action)
@@ -283,6 +300,7 @@ class Interpreter:
 
     def _step_together(self, actions: list[Action]) -> None:
         """The steps of a period after all its compute."""
+        self.exchange.confirm()
         if actions and self.ties is not None:
             self.ties(actions[0].shift)
         # In the same order on all ranks.
@@ -301,6 +319,7 @@ class Interpreter:
         number = stage_of(action)
         self._issue()
         self._release(force=number)
+        self.exchange.confirm()
         self._wait_reduced(number)
         self.updates[number].collect(action.shift)
 

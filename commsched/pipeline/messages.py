@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import pickle
 import threading
+import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
@@ -18,8 +19,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 import comm_core
 from commsched.backends.cpu import tiers_between
+from commsched.backends.nccl import NcclDirection, PeerConnections, abort_in_turn
 from commsched.channels import (
     Channel,
+    DeviceMessages,
     Pending,
     ProcessChannel,
     SilentChannel,
@@ -29,18 +32,23 @@ from commsched.channels import (
     start,
 )
 from commsched.collectives.carrier import carrier, epoch
-from commsched.collectives.private_groups import connected, messages_between
+from commsched.collectives.private_groups import connected, messages_between, nccl_between
 from commsched.devices import device_of
 from commsched.env import settings
 from commsched.errors import CommError
 from commsched.pipeline.rows import CONSTANTS, UNCUT, Cuts
+from commsched.process import failure_monitor
+from commsched.process.groups import device_name, nccl_usable
 from scheduler.ir.actions import Action, Kind, peer_of
+from scheduler.ir.launches import directions
+from scheduler.ir.program import Program
 
 # -- carriers of messages, and transports for engines --------------------------------------------------------
 
 # Between processes, messages go over the pipeline's own connections; between threads, through queues.
 
 _numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+_BLOCKS = 4  # that a message over NCCL may take of a GPU, also while it waits for its sender; not measured
 
 
 class Lane(Protocol):
@@ -72,6 +80,11 @@ class Fabric(Protocol):
 
     def staging(self, device: torch.device) -> Staging | None:
         """Copies between a device and host memory; None for the CPU."""
+
+    def direct(self, devices: Collection[torch.device], program: Program) -> DeviceMessages | None:
+        """Messages between devices, if every rank has one of its own; every rank must call. ``devices``: of
+        this rank's stages.
+        """
 
     def abort(self) -> None:
         """This rank gives up: the others need not wait for it."""
@@ -114,6 +127,7 @@ class ProcessFabric:
         self._name = f"pipeline {self._number}"
         self._lanes = itertools.count()
         self._messages: comm_core.MessageChannel | None = None
+        self._direct: DeviceMessages | None = None
         if self.size > 1:
             self._messages = messages_between(f"{self._name}/messages", range(self.size), self.timeout)
 
@@ -140,9 +154,64 @@ class ProcessFabric:
     def staging(self, device: torch.device) -> Staging | None:
         return staging_of(device_of(device))
 
+    def direct(self, devices: Collection[torch.device], program: Program) -> DeviceMessages | None:
+        pairs = directions(program)
+        if self._messages is None or not pairs:
+            return None
+        chosen = (settings().transport or "auto").lower() != "auto"
+        able = not chosen and len(devices) == 1 and NcclDirection.can_tell()
+        mine = [torch.empty(0, device=device) for device in devices if able]
+        ranks = range(self.size)
+        names = everyones(self.lane("devices"), self.rank, ranks, device_name(mine, carrier().launch.node))
+        if nccl_usable(names):
+            self._direct = self._over_nccl(mine[0].device, pairs, self._messages)
+        return self._direct
+
+    def _over_nccl(
+        self, device: torch.device, pairs: Sequence[tuple[int, int]], messages: comm_core.MessageChannel
+    ) -> DeviceMessages:
+        # All ranks have one order of pairs, so that none waits for another in a circle.
+        mine = {
+            pair: NcclDirection(nccl_between(f"{self._name}/{pair}", pair, device, _BLOCKS))
+            for pair in pairs
+            if self.rank in pair
+        }
+        going, coming = (
+            {pair[1 - end]: each for pair, each in mine.items() if pair[end] == self.rank} for end in (0, 1)
+        )
+        ranks = range(self.size)
+        peers = PeerConnections(
+            self.rank,
+            connected(comm_core.tcp_connections, f"{self._name}/peers", ranks, self.timeout),
+            lambda: next(filter(None, (each.failure() for each in mine.values())), None),
+        )
+
+        def end(reason: str) -> None:
+            peers.close(farewell=not reason)
+            if reason:
+                messages.abort(reason)
+                abort_in_turn([*going.values()], [*coming.values()], reason)
+            else:
+                for each in mine.values():
+                    each.close()
+
+        direct = DeviceMessages(device_of(device), going, coming, end)
+        failure_monitor.register(direct, ranks, peers.problem)
+        weakref.finalize(direct, peers.close, True)  # a process that ends in order says so
+        for source, target in mine:  # NCCL connects with the first message, and hosts wait for that
+            if source == self.rank:
+                direct.send(target, [torch.zeros(1, device=device)])
+            else:
+                direct.receive(source, lambda empty: [empty(1)])[1].wait()
+        direct.confirm()
+        return direct
+
     def abort(self) -> None:
+        reason = f"rank {self.rank} has given up {self._name}"
+        if self._direct is not None:
+            self._direct.abort(reason)
         if self._messages is not None:
-            self._messages.abort(f"rank {self.rank} has given up {self._name}")
+            self._messages.abort(reason)
 
 
 class StagedLane:
@@ -246,6 +315,9 @@ class ThreadFabric:
 
     def staging(self, device: torch.device) -> Staging | None:
         return staging_of(device_of(device))
+
+    def direct(self, devices: Collection[torch.device], program: Program) -> DeviceMessages | None:
+        return None
 
     def abort(self) -> None:
         self.world.abort()
@@ -451,12 +523,18 @@ Sent = tuple[Action, Pending]
 
 class Outbox:
     """Sends without waiting. A message stays in memory until ``answered`` tells that the other side has it,
-    or ``settle`` waits until it has left.
+    or ``settle`` waits until it has left. ``direct``: tensors go from device to device, and by the lane what
+    hosts read: descriptions, and of which tensors there is a gradient.
     """
 
-    def __init__(self, lane: Lane, staging: Staging | None = None) -> None:
+    def __init__(
+        self, lane: Lane, staging: Staging | None = None, direct: DeviceMessages | None = None
+    ) -> None:
         self.lane = lane if staging is None else StagedLane(lane, staging)
-        self._ready = to_host if staging is None else Tensor.detach
+        self._direct = direct
+        self._ready: Callable[[Tensor], Tensor] = to_host if staging is None else Tensor.detach
+        if direct is not None:
+            self._ready = lambda leaf: leaf.detach().to(direct.device.device)
         self._known: defaultdict[int, dict[Hashable, tuple[Description, list[Any]]]] = defaultdict(dict)
         self._sent: defaultdict[int, list[Sent]] = defaultdict(list)  # by peer, in order
 
@@ -487,11 +565,18 @@ class Outbox:
         self.send(action, leaves)
         return back
 
-    def send(self, action: Action, leaves: Sequence[Any]) -> None:
+    def send(self, action: Action, leaves: Sequence[Any], given: Sequence[bool] = ()) -> None:
+        """``given``: for each gradient whether it is one, and does not stand for None."""
         buffers = [self._ready(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         peer = peer_of(action)
         try:
-            self._sent[peer].append((action, self.lane.send(peer, buffers)))
+            if self._direct is None:
+                self._sent[peer].append((action, self.lane.send(peer, buffers)))
+                return
+            if action.kind is Kind.SENDB:
+                flags = torch.tensor(given, dtype=torch.bool)
+                self._sent[peer].append((action, self.lane.send(peer, [flags])))
+            self._sent[peer].append((action, self._direct.send(peer, buffers)))
         except CommError as error:
             raise _naming(action, error) from None
 
@@ -531,6 +616,7 @@ class Posted:
     described: Description
     buffers: list[Tensor]
     pending: Pending
+    given: tuple[Tensor, Pending] | None = None  # which gradients there are, where the sender's host tells
 
 
 Known = Callable[[Action], "Description | None"]
@@ -552,14 +638,16 @@ class Inbox:
         describe: Known,
         key: Callable[[Action], Hashable],
         empty: Callable[..., Tensor] = torch.empty,
+        direct: DeviceMessages | None = None,
     ) -> None:
-        self.rank, self.lane, self.timeout = rank, lane, timeout
+        self.rank, self.lane, self.timeout, self._direct = rank, lane, timeout, direct
         self._describe, self._key = describe, key
         self._empty = empty  # makes the buffers
         self._known: defaultdict[int, dict[Hashable, Description]] = defaultdict(dict)
         self._expected: defaultdict[int, deque[Action]] = defaultdict(deque)
         self._posted: defaultdict[int, deque[Posted]] = defaultdict(deque)
         self.arrived: dict[Action, tuple[Description, list[Tensor]]] = {}
+        self.given: dict[Action, list[bool]] = {}  # of gradients that have arrived directly
         self.waited = 0.0
 
     def expect(self, actions: Sequence[Action]) -> None:
@@ -580,6 +668,20 @@ class Inbox:
             expected.popleft()
             buffers = described.buffers(self._empty)
             posted.append(Posted(action, described, buffers, self.lane.receive(peer, buffers)))
+
+    def launch(self, action: Action) -> None:
+        """Receive a message directly. The host waits for the description of the first one of a kind."""
+        assert self._direct is not None
+        peer, key = peer_of(action), self._key(action)
+        if key is not None and key not in self._known[peer]:
+            remember(self._known[peer], key, receive_object(self.lane, peer))
+        described, given = self._description(action, peer), None
+        assert described is not None, f"{action} comes before the forward that it answers"
+        if action.kind is Kind.RECVB:
+            flags = torch.empty(len(described.leaves), dtype=torch.bool)
+            given = flags, self.lane.receive(peer, [flags])
+        buffers, pending = self._direct.receive(peer, described.buffers)
+        self._posted[peer].append(Posted(action, described, buffers, pending, given))
 
     def _description(self, action: Action, peer: int) -> Description | None:
         key = self._key(action)
@@ -610,6 +712,10 @@ class Inbox:
             first = posted.popleft()
             first.pending.wait()
             self.arrived[first.action] = first.described, first.buffers
+            if first.given is not None:
+                flags, told = first.given
+                told.wait()
+                self.given[first.action] = flags.tolist()
             return
         if not self._expected[peer]:
             raise CommError(f"the program has no further message from rank {peer}")

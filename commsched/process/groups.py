@@ -89,15 +89,18 @@ def messages_between(
     return channel
 
 
-def nccl_group(store: Store, name: str, rank: int, ranks: Sequence[int]) -> Any:
+def nccl_group(store: Store, name: str, rank: int, ranks: Sequence[int], blocks: int | None = None) -> Any:
     """Return a connected NCCL group of the job's `ranks`, which meet in `store`. Each of them must call.
 
     `rank` is this process's index in `ranks`. Each must have set its own GPU (``torch.cuda.set_device``).
+    `blocks`: the most that an operation takes of a GPU.
     """
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=settings().timeout)
+    if blocks is not None:
+        options.config.max_ctas = blocks
     with _abort_instead_of_exit():
         group = ProcessGroupNCCL(PrefixStore(name, store), rank, len(ranks), options)
     # By default the first collective connects: it reads the store and waits for the others without a limit.
@@ -145,7 +148,7 @@ def nccl_usable(devices: list[str]) -> bool:
 
 def device_name(tensors: Sequence[Tensor], node: str) -> str:
     """Name the tensors' device; two ranks that share a GPU get the same name."""
-    if not tensors or tensors[0].device.type == "cpu":
+    if not tensors or tensors[0].device.type != "cuda":
         return "cpu"
     properties = torch.cuda.get_device_properties(tensors[0].device)
     return f"cuda:{node}:{getattr(properties, 'uuid', tensors[0].device.index)}"

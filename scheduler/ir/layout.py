@@ -141,6 +141,16 @@ class Layout:
         """Which range of a micro-batch's rows, and which tile, a rank has in a stage."""
         return divmod(self.holders(stage, index).index(rank), self.tile_count(stage))
 
+    def tiles_with(self, rank: int, action: Action) -> tuple[int, ...]:
+        """The ranks of all tiles that compute an action together with ``rank``; () for whole samples."""
+        stage = stage_of(action)
+        count = self.tile_count(stage)
+        if count == 1 or action.index < 0:
+            return ()
+        holders = self.holders(stage, action.index)
+        first = holders.index(rank) // count * count
+        return holders[first : first + count]
+
     def layers(self, stage: int, total: int) -> range:
         return range(self.cuts[stage], (*self.cuts, total)[stage + 1])
 

@@ -103,13 +103,13 @@ def of_optimizers(seed: int, left_out: str = "") -> str:
     return "" if failure is None else f"{program}\n{failure}"
 
 
-def of_pipelines(seed: int, left_out: str = "") -> str:
+def of_pipelines(seed: int, left_out: str = "", direct: bool = False) -> str:
     case = stages.draw(seed)
     kinds = tuple("plain" if kind in stages.COMPILED else kind for kind in case.kinds)
     steps = tuple((rows, "" if what == "compile" else what) for rows, what in case.steps)
     case = replace(case, kinds=kinds, steps=steps)
     devices = new_devices(case.size, left_out)
-    reason = stages.failure(case, lambda size, *arguments: run_pipelines(devices, *arguments))
+    reason = stages.failure(case, lambda size, *arguments: run_pipelines(devices, *arguments, direct=direct))
     return _told(case, reason, devices)
 
 
@@ -132,6 +132,7 @@ def _told(case: Any, reason: str, devices: list[Forgetful]) -> str:
 KINDS: dict[str, Callable[..., str]] = {
     "optimizers": of_optimizers,
     "pipelines": of_pipelines,
+    "direct": partial(of_pipelines, direct=True),  # messages from device to device, where they can
     "tiles": of_tiles,
 }
 

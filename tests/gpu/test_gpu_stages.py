@@ -1,4 +1,5 @@
-"""Pipelines and tiles between processes with GPUs: messages are staged through pinned memory.
+"""Pipelines and tiles between processes with GPUs: messages are staged through pinned memory. Those of
+synchronous schedules go over NCCL where each rank has a GPU of its own.
 
 The same programs run on the CPU as well, so that they are right before a GPU is there.
 """
@@ -17,6 +18,7 @@ import copy, sys
 import torch, torch.nn as nn, torch.nn.functional as F
 import commsched as hvd
 from commsched import spatial
+from commsched.backends.nccl import NcclDirection
 from commsched.channels import Staging
 from commsched.pipeline import Pipeline
 from scheduler import pipelines
@@ -27,7 +29,9 @@ device = torch.device("cpu")
 if on == "cuda":
     device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
     torch.cuda.set_device(device)
-staged = []
+staged, moved = [], []
+plain_move = NcclDirection.move
+NcclDirection.move = lambda *given: moved.append(schedule) or plain_move(*given)
 plain_send, plain_exchange = Staging.send, Staging.exchange
 Staging.send = lambda *given: staged.append("stage") or plain_send(*given)
 Staging.exchange = lambda *given: staged.append("tile") or plain_exchange(*given)
@@ -85,6 +89,9 @@ for overlap in ("on", "off"):
     for (name, p), q in zip(whole.named_parameters(), tiled.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-7, atol=1e-9, msg=f"{overlap} {name}")
 assert set(staged) == ({"stage", "tile"} if on == "cuda" else set()), staged
+over_nccl = on == "cuda" and torch.cuda.device_count() > 1
+wanted = {"gpipe", "1f1b", "interleaved", "zero_bubble", "bundle"} if over_nccl else set()
+assert {name for name in moved if moved.count(name) > 3} == wanted, moved  # two of them connect
 hvd.shutdown()
 print("trained on", device)
 """
@@ -100,7 +107,7 @@ def test_the_program_on_cpus() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_stages_and_tiles_on_gpus() -> None:
-    """Two ranks, each on a GPU of its own where there are two; else they share one."""
+    """Two ranks, each on a GPU of its own where there are two; else they share one, and NCCL is not used."""
     for result in run_ranks(PROGRAM, 2, ["cuda"], timeout=280, check=True):
         assert "trained on cuda" in result.stdout
 

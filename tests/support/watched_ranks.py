@@ -1,13 +1,13 @@
 """Pipelines and tiles on devices on paper: ranks that are threads, each under the race detector.
 
 Messages travel as between GPUs that have no NCCL between them: copied to pinned memory and back by
-``commsched.channels.Staging``, while the ranks' operations run on CPU tensors.
+``commsched.channels.Staging``, while the ranks' operations run on CPU tensors. Or ``direct``, as over NCCL.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -17,9 +17,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from commsched.backends.races import Races
-from commsched.channels import Channel, Parcel, Pending, Staging, ThreadHub
+from commsched.channels import Channel, DeviceMessages, Parcel, Pending, Staging, ThreadHub
 from commsched.pipeline import ThreadWorld
 from commsched.pipeline.messages import Lane, ThreadFabric
+from scheduler.ir.program import Program
+from tests.support.direct import messages_on_paper
 from tests.support.one_process import resolve_operations
 from tests.support.races import Forgetful
 from tests.support.thread_ranks import run_threads
@@ -101,9 +103,9 @@ class WatchedChannel:
 
 
 class WatchedFabric(ThreadFabric):
-    def __init__(self, world: ThreadWorld, rank: int, device: Forgetful) -> None:
+    def __init__(self, world: ThreadWorld, rank: int, device: Forgetful, direct: bool = False) -> None:
         super().__init__(world, rank)
-        self._device = device
+        self._device, self._direct = device, direct
 
     def lane(self, name: str, traffic: Any = None) -> Lane:
         return WatchedLane(super().lane(name, traffic), self._device.races)
@@ -114,6 +116,11 @@ class WatchedFabric(ThreadFabric):
     def staging(self, device: torch.device) -> Staging:
         return WatchedStaging(self._device)
 
+    def direct(self, devices: Collection[torch.device], program: Program) -> DeviceMessages | None:
+        if not self._direct:
+            return None
+        return messages_on_paper(self.world, self.rank, self._device, program, self._device.races)
+
 
 def new_devices(size: int, left_out: str = "", at_once: bool = True) -> list[Forgetful]:
     """Return the devices of ranks that are threads. ``left_out``: a line whose wait is left out."""
@@ -122,14 +129,17 @@ def new_devices(size: int, left_out: str = "", at_once: bool = True) -> list[For
 
 
 def run_pipelines(
-    devices: Sequence[Forgetful], work: Callable[[WatchedFabric], T], timeout: float = 200.0
+    devices: Sequence[Forgetful],
+    work: Callable[[WatchedFabric], T],
+    timeout: float = 200.0,
+    direct: bool = False,
 ) -> list[T]:
     """Return the results of ``work(fabric)`` on every rank."""
     world = ThreadWorld(len(devices), timeout)
 
     def run(rank: int) -> T:
         with devices[rank].races:
-            return work(WatchedFabric(world, rank, devices[rank]))
+            return work(WatchedFabric(world, rank, devices[rank], direct))
 
     with no_collector():
         return run_threads(len(devices), run, timeout + 300.0, world.abort)
@@ -150,11 +160,11 @@ def run_tiles(
 
 
 def pipelines(
-    size: int, work: Callable[[WatchedFabric], T], left_out: str = ""
+    size: int, work: Callable[[WatchedFabric], T], left_out: str = "", direct: bool = False
 ) -> tuple[list[T], list[Forgetful]]:
     """Return the results of ``work(fabric)`` on every rank, and the ranks' devices."""
     devices = new_devices(size, left_out)
-    return run_pipelines(devices, work), devices
+    return run_pipelines(devices, work, direct=direct), devices
 
 
 def tiles(
