@@ -154,6 +154,13 @@ def settings() -> Settings:
     return read_settings(os.environ)
 
 
+def fusion_threshold() -> int:
+    """Return Horovod's setting: the bytes up to which all-reduces that are ready together run as one."""
+    variable, default = "HOROVOD_FUSION_THRESHOLD", 2**24
+    value: int = _parse(variable, os.environ.get(variable, "").strip() or str(default), default, 2**53)
+    return value
+
+
 def describe() -> str:
     """Return one line per variable: name, default and meaning."""
     return "\n".join(

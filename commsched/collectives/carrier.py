@@ -42,7 +42,7 @@ class Reduction:
     postscale: float = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Collective:
     """One call of ``allreduce``, ``allgather``, ``broadcast``, ``alltoall`` or ``reducescatter`` (`kind`).
 

@@ -160,6 +160,35 @@ def test_death_within_a_large_collective():
         assert "allreduce.large" in results[rank].stdout and "rank 1 died" in results[rank].stdout
 
 
+def test_death_while_all_reduces_run_as_one():
+    """Each of them has an error with its own name."""
+    program = """
+    import os, signal, torch, commsched as hvd
+    from commsched.collectives.torch_carrier.operation_queue import OperationRunner
+    hvd.init()
+    run = OperationRunner.run
+    def dies(runner, operations, message):
+        if len(operations) > 1 and hvd.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run(runner, operations, message)
+    OperationRunner.run = dies
+    hvd.barrier()
+    handles = [hvd.allreduce_async(torch.ones(9), name=f"part {i}") for i in range(20)]
+    failed = 0
+    for i, handle in enumerate(handles):
+        try:
+            hvd.synchronize(handle)
+        except hvd.CommError as error:
+            assert f"allreduce.part {i} failed: rank 1 died" in str(error), error
+            failed += 1
+    print("failed", failed)
+    """
+    results = run_ranks(program, 3, env=PATIENT)
+    assert [result.returncode for result in results] == [0, -signal.SIGKILL, 0], results[0].stderr
+    for rank in (0, 2):
+        assert int(results[rank].stdout.split("failed ")[1]) > 1
+
+
 def test_a_death_is_told_although_its_broken_connections_are_told_first():
     """A rank said what it heard first, its connection's "closed by peer" or rank 0's word of the death.
 

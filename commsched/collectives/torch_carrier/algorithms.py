@@ -221,13 +221,17 @@ def _allreduce_one_type(
         flat = outputs[0].view(-1)
         flat.copy_(inputs[0].view(-1))
     else:
-        flat = torch.cat([tensor.reshape(-1) for tensor in inputs]).to(_WIDER.get(dtype, dtype))
+        flat = torch.cat([_flat(tensor) for tensor in inputs]).to(_WIDER.get(dtype, dtype))
     scale_(flat, reduction.prescale)
     group.reduce(flat, reduction.op)
     _finish_(flat, reduction, group.size)
     if flat.data_ptr() != outputs[0].data_ptr():
-        for target, part in zip(outputs, flat.split([t.numel() for t in outputs]), strict=True):
-            target.copy_(part.view_as(target))
+        targets = [_flat(target) for target in outputs]
+        torch._foreach_copy_(targets, flat.split([target.numel() for target in targets]))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
 
 
 def _adasum(group: RankGroup, flat: torch.Tensor, reduction: Reduction) -> torch.Tensor:

@@ -109,7 +109,7 @@ class TorchCarrier(Carrier):
 
     def poll(self, handle: int) -> bool:
         try:
-            return self._handles[handle].done.is_set()
+            return self._queue.has_ended(self._handles[handle])
         except KeyError:
             raise ValueError(
                 f"handle {handle} does not exist, or synchronize() has been called for it"
@@ -131,7 +131,7 @@ class TorchCarrier(Carrier):
             self._names.restart()
             return last
 
-        return JoinHandle(operation.done.is_set, wait)
+        return JoinHandle(lambda: operation.ended, wait)
 
     def report_progress(self) -> None:
         self._queue.report_progress()

@@ -1,8 +1,11 @@
 """Rank 0's coordinator decides which operation all ranks run next.
 
-Each rank sends its requests as JSON over TCP to the ``Coordinator``, a thread of rank 0. The ``Negotiator``
-keeps its state, and ``disagreement`` compares the ranks' requests for one operation; neither uses sockets or
-tensors.
+Each rank sends its requests over TCP to the ``Coordinator``, a thread of rank 0. The ``Negotiator`` keeps its
+state, ``disagreement`` compares the ranks' requests for one operation, and ``fused`` joins small all-reduces
+into one run; none of them uses sockets or tensors.
+
+What travels is a JSON list of messages, for requests and answers that became ready together. A request that
+the rank has sent before is the number that it had given to it.
 
 Each rank has two connections. The one for messages breaks at once when the rank dies, whatever it was doing.
 The other one carries no messages and shows by keepalives that the rank's host still answers.
@@ -12,21 +15,23 @@ from __future__ import annotations
 
 import json
 import math
+import select
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore
 
 from comm_core import Host, TcpConnection, close_in_children, tcp_connections
 from commsched.collectives.carrier import ReduceOp
-from commsched.env import settings
+from commsched.env import fusion_threshold, settings
 from commsched.errors import CommError
 
 if TYPE_CHECKING:
@@ -35,6 +40,9 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Reply = tuple[list[int], Message]  # the ranks that get the message
 Key = tuple[int, str]  # an operation's process set and name
+
+
+_LONGEST_POLL = 86400.0  # seconds; poll() takes less than 25 days, and a time-out may be longer
 
 
 class HostLost(OSError):
@@ -51,7 +59,8 @@ class RankConnection:
     def __init__(self, messages: Connection, host: Host | None = None) -> None:
         self.messages, self._host = close_in_children(messages), host
         self.keepalive: socket.socket | None = host.keepalive if host else None
-        self._watched = [end for end in (self.messages, self.keepalive) if end is not None]
+        self.descriptors = [end.fileno() for end in (self.messages, self.keepalive) if end is not None]
+        self._readable = readable(self.descriptors)
         self._reading = threading.Lock()  # held by receive(): see close()
 
     @classmethod
@@ -59,13 +68,15 @@ class RankConnection:
         return cls(Connection(connection.data.detach()), connection.host)
 
     def receive(self) -> Any:
-        """Wait for the next message; ``EOFError`` or ``OSError`` if the other process, or this end, ended."""
+        """Wait for the next messages; ``EOFError`` or ``OSError`` if the other process or this end ended."""
         with self._reading:
             while True:
-                if self.messages in wait(self._watched):
+                messages = self.messages.fileno()  # an error if closed: its number may be another file's
+                ready = [descriptor for descriptor, _ in self._readable.poll()]
+                if messages in ready:
                     return receive(self.messages)
                 self.check_host()
-                self._watched.remove(self.keepalive)
+                self._readable.unregister(ready[0])
 
     def check_host(self) -> None:
         """Raise ``HostLost`` if the host does not answer. Call once, when `keepalive` is readable.
@@ -99,6 +110,7 @@ class RankConnection:
 def connect(meeting: Meeting) -> tuple[RankConnection, Coordinator | None]:
     """Connect this rank to the coordinator; rank 0 starts the coordinator and gets it, too."""
     rank, size, patience = meeting.launch.rank, meeting.launch.size, meeting.patience
+    threshold = fusion_threshold()  # rank 0's counts; a wrong one is an error of every rank that has it
     store = PrefixStore("coordinator", meeting.store)
     try:
         connections = tcp_connections(
@@ -113,13 +125,23 @@ def connect(meeting: Meeting) -> tuple[RankConnection, Coordinator | None]:
     if rank != 0:
         return others[0], None
     mine, own = Pipe()
-    coordinator = Coordinator([RankConnection(own), *others], settings().timeout, settings().warning)
+    ends = [RankConnection(own), *others]
+    coordinator = Coordinator(ends, settings().timeout, settings().warning, threshold)
     coordinator.start()
     return RankConnection(mine), coordinator
 
 
-def send(connection: Connection, message: Message) -> None:
-    connection.send_bytes(json.dumps(message).encode())
+def readable(descriptors: Sequence[int]) -> select.poll:
+    """Return what waits until one of the descriptors can be read."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return poll
+
+
+def send(connection: Connection, texts: Sequence[str]) -> None:
+    """Send messages, each of them JSON, as one."""
+    connection.send_bytes(f"[{','.join(texts)}]".encode())
 
 
 def receive(connection: Connection) -> Any:
@@ -130,16 +152,21 @@ class Coordinator(threading.Thread):
     """Passes every rank's messages to the negotiator and its replies to the ranks, until all have left."""
 
     def __init__(
-        self, connections: Sequence[RankConnection], timeout: float, warning: float = math.inf
+        self,
+        connections: Sequence[RankConnection],
+        timeout: float,
+        warning: float = math.inf,
+        fusion_threshold: int = 0,
     ) -> None:
         super().__init__(name="commsched-coordinator", daemon=True)
-        self._size = len(connections)
+        self._size, self._fusion_threshold = len(connections), fusion_threshold
         self._negotiator = Negotiator(self._size, timeout, time.monotonic, warning)
         self._connections = dict(enumerate(connections))
-        self._ranks: dict[Any, int] = {}  # of both connections
+        self._dropped: list[RankConnection] = []  # not closed yet
+        self._known: defaultdict[int, dict[int, Message]] = defaultdict(dict)  # each rank's numbered requests
         self._left: list[tuple[int, str]] = []  # who has left in order, and why, before the others are told
-        for rank, ends in self._connections.items():
-            self._ranks.update({end: rank for end in (ends.messages, ends.keepalive) if end is not None})
+        self._ranks = {end: rank for rank, ends in self._connections.items() for end in ends.descriptors}
+        self._readable = readable(list(self._ranks))
 
     def run(self) -> None:
         try:
@@ -147,42 +174,52 @@ class Coordinator(threading.Thread):
                 self._serve_once()
         finally:
             # After an exception here, too: a rank whose connection closes raises an error instead of waiting.
-            for ends in self._connections.values():
+            for ends in (*self._connections.values(), *self._dropped):
                 ends.close()
 
     def _serve_once(self) -> None:
+        """Read what has come from all ranks, and answer it together."""
         deadline = self._negotiator.next_deadline()
-        patience = None if deadline is None else max(0.0, deadline - time.monotonic())
-        for ready in wait(list(self._ranks), patience):
-            rank = self._ranks.get(ready)
+        left = None if deadline is None else min(max(0.0, deadline - time.monotonic()), _LONGEST_POLL)
+        patience = None if left is None else math.ceil(1e3 * left)
+        replies: list[Reply] = []
+        for descriptor, _ in self._readable.poll(patience):
+            rank = self._ranks.get(descriptor)
             if rank is not None:  # None: an earlier connection in this loop has dropped the rank
-                self._read(rank, ready is self._connections[rank].keepalive)
+                replies += self._read(rank, descriptor)
         if self._left:
             # Now: if rank 0 has left, its process, and this thread with it, may end at any moment.
-            self._send([(list(self._connections), {"type": "left", "ranks": self._left})])
+            replies.append((list(self._connections), {"type": "left", "ranks": self._left}))
             self._left = []
-        self._send(self._negotiator.expire())
+        self._send(fused([*replies, *self._negotiator.expire()], self._fusion_threshold))
+        while self._dropped:
+            self._dropped.pop().close()
 
-    def _read(self, rank: int, keepalive: bool) -> None:
+    def _read(self, rank: int, descriptor: int) -> list[Reply]:
         ends = self._connections[rank]
         try:
-            if keepalive:
-                self._ranks.pop(ends.keepalive)
-                ends.check_host()
-            else:
-                self._handle(rank, receive(ends.messages))
+            if descriptor == ends.messages.fileno():
+                return [reply for each in receive(ends.messages) for reply in self._handle(rank, each)]
+            self._unwatch(descriptor)
+            ends.check_host()
+            return []
         except HostLost as error:
-            self._drop(rank, f"rank {rank} is lost: its {error}", alarm=True)
+            return self._drop(rank, f"rank {rank} is lost: its {error}", alarm=True)
         except (OSError, EOFError):
-            self._drop(rank, f"rank {rank} died: its process ended without leaving the job", alarm=True)
+            reason = f"rank {rank} died: its process ended without leaving the job"
+            return self._drop(rank, reason, alarm=True)
 
-    def _handle(self, rank: int, message: Message) -> None:
+    def _handle(self, rank: int, message: Message | int) -> list[Reply]:
+        if isinstance(message, int):
+            return self._negotiator.submit(rank, self._known[rank][message])
         kind = message["type"]
         if kind == "request":
-            self._send(self._negotiator.submit(rank, message))
-        elif kind == "join":
-            self._send(self._negotiator.join(rank, message["device"]))
-        elif kind == "progress":
+            if "number" in message:
+                self._known[rank][message.pop("number")] = message
+            return self._negotiator.submit(rank, message)
+        if kind == "join":
+            return self._negotiator.join(rank, message["device"])
+        if kind == "progress":
             self._negotiator.hear()
         elif kind == "failed":
             self._negotiator.fail(message["message"])
@@ -190,23 +227,61 @@ class Coordinator(threading.Thread):
             error = message["error"]
             cause = f"after {error}" if error else "(its script ended or called shutdown())"
             reason = f"rank {rank} has left the job {cause}"
-            self._drop(rank, reason, alarm=False)
             self._left.append((rank, reason))
+            return self._drop(rank, reason, alarm=False)
+        return []
 
-    def _drop(self, rank: int, reason: str, alarm: bool) -> None:
+    def _drop(self, rank: int, reason: str, alarm: bool) -> list[Reply]:
+        """Take a rank out of the job. Its connection closes once the others have been told."""
         ends = self._connections.pop(rank)
-        for connection in (ends.messages, ends.keepalive):
-            self._ranks.pop(connection, None)
-        self._send(self._negotiator.leave(rank, reason, alarm))
-        ends.close()
+        self._dropped.append(ends)
+        for descriptor in ends.descriptors:
+            self._unwatch(descriptor)
+        return self._negotiator.leave(rank, reason, alarm)
 
-    def _send(self, replies: list[Reply]) -> None:
+    def _unwatch(self, descriptor: int) -> None:
+        if self._ranks.pop(descriptor, None) is not None:
+            self._readable.unregister(descriptor)
+
+    def _send(self, replies: Sequence[Reply]) -> None:
         """Send to rank 0 last: once it has the message, its process may end, and this thread with it."""
-        addressed = [(rank, message) for ranks, message in replies for rank in ranks]
-        for rank, message in sorted(addressed, key=lambda pair: pair[0] == 0):
+        texts: defaultdict[int, list[str]] = defaultdict(list)
+        for ranks, message in replies:
+            text = json.dumps(message)
+            for rank in ranks:
+                texts[rank].append(text)
+        for rank in sorted(texts, key=lambda rank: rank == 0):
             with suppress(OSError):  # the rank has died; reading from its connection reports it
                 if rank in self._connections:
-                    send(self._connections[rank].messages, message)
+                    send(self._connections[rank].messages, texts[rank])
+
+
+def fused(replies: Sequence[Reply], threshold: int) -> list[Reply]:
+    """Join all-reduces that may run as one, up to `threshold` bytes, in the place of the first of them.
+
+    They may if they have the same ranks, reduction and joined ranks, and are on CPUs: there the bits of a sum
+    do not depend on an element's place in the buffer. NCCL's do, and what becomes ready together depends
+    on the ranks' speed.
+    """
+    kept: list[Reply] = []
+    open_runs: dict[Any, tuple[Message | None, int]] = {}  # by what must be equal: the last run, its bytes
+    for ranks, message in replies:
+        if message["type"] == "run":
+            request = message["requests"][0]
+            if not message["joined"]:
+                del message["requests"]  # only they need them
+            on_cpus = request["kind"] == "allreduce" and request["device"] == "cpu"
+            if on_cpus and request["bytes"] <= threshold:
+                same = (message["set"], *map(request.get, _FACTORS), *message["joined"])
+                run, size = open_runs.get(same, (None, 0))
+                if run is not None and size + request["bytes"] <= threshold:
+                    for listed in {"names", "requests"} & message.keys():
+                        run[listed] += message[listed]
+                    open_runs[same] = run, size + request["bytes"]
+                    continue
+                open_runs[same] = message, request["bytes"]
+        kept.append((ranks, message))
+    return kept
 
 
 # -- negotiation ---------------------------------------------------------------------------------------------
@@ -253,7 +328,9 @@ class Negotiator:
         reason = self._why_impossible(request["set"])
         if reason:
             return [([rank], _error(key, f"{request['name']} can not run: {reason}"))]
-        entry = self._pending.setdefault(key, _Pending(self._last_news))
+        entry = self._pending.get(key)
+        if entry is None:
+            entry = self._pending[key] = _Pending(self._last_news)
         entry.requests[rank] = request
         self._timed_out.pop(rank, None)
         return self._complete(key)
@@ -356,7 +433,7 @@ class Negotiator:
             return self._over
         if set_id not in self._sets:
             return "its process set has been removed"
-        return "; ".join(self._gone[rank] for rank in self._sets[set_id] if rank in self._gone)
+        return "; ".join(why for rank, why in self._gone.items() if rank in self._sets[set_id])
 
     def _why_late(self, key: Key, entry: _Pending, waited: str) -> str:
         absent = self._awaited(key, entry)
@@ -378,26 +455,27 @@ class Negotiator:
 
     def _complete(self, key: Key) -> list[Reply]:
         entry, members = self._pending[key], self._sets[key[0]]
-        if self._awaited(key, entry):
-            return []
-        absent = [rank for rank in members if rank not in entry.requests]
+        absent: list[int] = []
+        if len(entry.requests) < len(members):
+            if not self._joined or self._awaited(key, entry):
+                return []
+            absent = [rank for rank in members if rank not in entry.requests]
         del self._pending[key]
         complaint = disagreement(entry.requests, absent)
         if complaint:
             return [(sorted(entry.requests), _error(key, complaint))]
         message = self._run_message(key, entry, absent)
-        removed = self._remove_set(message["request"]["ranks"][0]) if message.get("removed") else []
+        removed = self._remove_set(message["requests"][0]["ranks"][0]) if message.get("removed") else []
         return [(members, message), *removed]
 
     def _run_message(self, key: Key, entry: _Pending, joined: list[int]) -> Message:
         """Return what tells the ranks of the set to run an operation; ``joined``: those that give zeros."""
         first, members = next(iter(entry.requests.values())), self._sets[key[0]]
-        message = {"type": "run", "set": key[0], "name": key[1], "request": first, "joined": joined}
-        ordered = [entry.requests.get(rank, first) for rank in members]
+        message = {"type": "run", "set": key[0], "names": [key[1]], "requests": [first], "joined": joined}
         if first["kind"] == "allgather":
-            message["rows"] = [[shape[0] for shape in request["shapes"]] for request in ordered]
+            message["rows"] = [[shape[0] for shape in entry.requests[rank]["shapes"]] for rank in members]
         elif first["kind"] == "alltoall":
-            message["splits"] = [request["splits"] for request in ordered]
+            message["splits"] = [entry.requests[rank]["splits"] for rank in members]
         elif first["kind"] == "add_process_set":
             message["new_set"] = self._add_set(first["ranks"])
         elif first["kind"] == "remove_process_set":
@@ -436,6 +514,7 @@ def _error(key: Key, message: str) -> Message:
 _ZEROS_ARE_NEUTRAL = (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.ADASUM)
 
 _REDUCTIONS = ("allreduce", "reducescatter")
+_FACTORS = ("op", "prescale", "postscale")
 _CONCATENATIONS = ("allgather", "alltoall")
 _COLLECTIVES = (*_REDUCTIONS, *_CONCATENATIONS, "broadcast")
 _PROCESS_SETS = ("add_process_set", "remove_process_set")
@@ -479,7 +558,10 @@ _ASPECTS: list[tuple[Sequence[str], str, Callable[[Message], Any], str]] = [
 
 def disagreement(requests: Mapping[int, Message], joined: Sequence[int]) -> str | None:
     """Return why the operation can not run, None if it can. `joined` are ranks that take part with zeros."""
-    rank, first = next(iter(sorted(requests.items())))
+    rank = min(requests)
+    first = requests[rank]
+    if all(other == first for other in requests.values()):
+        return _impossible(first, joined)
     for other_rank, other in sorted(requests.items()):
         for kinds, aspect, value, rule in _ASPECTS:
             if first["kind"] in kinds and value(first) != value(other):

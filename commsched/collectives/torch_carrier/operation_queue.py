@@ -1,9 +1,9 @@
 """This rank's operations, from submission to result.
 
-``OperationQueue`` submits them to rank 0's coordinator and runs them in the order that it decides. Two
-threads: the listener reads the coordinator's messages, the runner runs operations one by one.
-``OperationRunner`` carries one out, over NCCL, or over a channel to which GPU tensors are copied.
-``Timeline`` records them.
+``OperationQueue`` submits them to rank 0's coordinator and runs them in the order that it decides. Three
+threads: the sender sends requests for which nobody waits yet, the listener reads the coordinator's messages,
+the runner runs operations one by one, or several all-reduces as one. ``OperationRunner`` carries them out,
+over NCCL, or over a channel to which GPU tensors are copied. ``Timeline`` records them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,9 @@ from commsched.process.rendezvous import Meeting
 _CLOSING_SECONDS = 2.0
 _GRACE_SECONDS = 10.0
 _SHUT_DOWN = "commsched was shut down before the operation ran"
+# A request waits so long for others that can travel with it, unless a thread waits for its result.
+_LINGER_SECONDS = 0.0005
+_KNOWN_REQUESTS = 1024
 
 
 class OperationQueue:
@@ -46,6 +49,9 @@ class OperationQueue:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._pending: dict[Key, Operation] = {}
+        self._known = KnownRequests(meeting.launch.node)
+        self._unsent: list[str] = []
+        self._unsent_known = threading.Event()  # set when `_unsent` gets its first message
         self._broken: str | None = None
         self._broken_known = threading.Event()  # set once `_broken` is
         self._without_rank_0 = "rank 0 is gone: its process ended, and with it the coordinator of the job"
@@ -62,13 +68,18 @@ class OperationQueue:
         self._connection, self._coordinator = connect(meeting)
         self._listener = threading.Thread(target=self._listen, name="commsched-listener", daemon=True)
         self._running = threading.Thread(target=self._run, name="commsched-runner", daemon=True)
-        self._listener.start()
-        self._running.start()
+        self._sender = threading.Thread(target=self._send_soon, name="commsched-sender", daemon=True)
+        for thread in (self._listener, self._running, self._sender):
+            thread.start()
 
     # -- the calling thread
 
     def submit(self, operation: Operation) -> None:
-        """Announce an operation, which runs when all ranks have; ``ValueError`` if its name is in use."""
+        """Announce an operation, which runs when all ranks have; ``ValueError`` if its name is in use.
+
+        Its request leaves when a thread waits for the result or asks for it, else a little later, so that the
+        requests of operations that are started together travel together.
+        """
         self._check_process(operation.name)
         operation.submitted = time.monotonic()
         if operation.tensors and operation.tensors[0].is_cuda:
@@ -80,16 +91,20 @@ class OperationQueue:
                 if message["type"] == "error":
                     operation.finish(error=CommError(message["message"]))
                 else:
-                    self._execute(operation, message)
+                    self._execute([operation], message)
             return
         with self._lock:
-            if operation.key in self._pending:
+            key = operation.key
+            if key in self._pending:
                 raise ValueError(
                     f"an operation named {operation.name!r} has not ended yet; wait for it with "
                     "synchronize(), or give this one another name"
                 )
-            self._announce(operation, operation.request(self._meeting.launch.node))
-            self._pending[operation.key] = operation
+            self._check_broken(operation)
+            if not self._unsent:
+                self._unsent_known.set()
+            self._unsent.append(self._known.text(operation))
+            self._pending[key] = operation
 
     def _check_process(self, what: str) -> None:
         """Raise ``CommError`` in a forked child. Takes no lock: a thread may have held it during the fork."""
@@ -99,34 +114,52 @@ class OperationQueue:
                 "only the process that called init() has a part in the job; call it there"
             )
 
-    def _announce(self, operation: Operation, message: Message) -> None:
-        """Send a message, under the lock. Errors read as if the job had broken while the operation waited."""
-        try:
-            if self._broken:
-                raise CommError(self._broken)
-            self._tell(message)
-        except CommError as error:
-            raise CommError(f"{operation.name} failed: {error}") from error
+    def _check_broken(self, operation: Operation) -> None:
+        """Raise, under the lock, the error of an operation that waited when the job broke."""
+        if self._broken:
+            raise CommError(f"{operation.name} failed: {self._broken}")
 
     def _tell(self, message: Message) -> None:
+        """Send a message and all requests before it, under the lock."""
+        self._unsent.append(json.dumps(message))
         try:
-            send(self._connection.messages, message)
+            self._send()
         except OSError as error:
             raise CommError(self._broken or self._without_rank_0) from error
 
+    def _send(self) -> None:
+        """Send what waits, under the lock: no number may leave before the request that it stands for."""
+        texts, self._unsent = self._unsent, []
+        if texts:
+            send(self._connection.messages, texts)
+
+    def _flush(self) -> None:
+        if self._unsent and os.getpid() == self._process:
+            with self._lock, suppress(OSError):  # without rank 0 the listener fails all operations
+                self._send()
+
+    def has_ended(self, operation: Operation) -> bool:
+        if not operation.ended:
+            self._flush()
+        return operation.ended
+
     def wait(self, operation: Operation) -> Any:
         """Wait for the operation's result; ``CommError`` if rank 0 is silent for longer than the time-out."""
+        if not self.has_ended(operation):
+            self._wait(operation)
+        if operation.error is not None:
+            raise operation.error
+        return operation.result
+
+    def _wait(self, operation: Operation) -> None:
         patience = settings().timeout + _GRACE_SECONDS
         started = time.monotonic()
-        while not operation.done.wait(min(patience, 5.0)):
+        while not operation.wait(min(patience, 5.0)):
             if time.monotonic() - max(self._last_news, started) > patience:
                 raise CommError(
                     f"{operation.name}: nothing was heard from rank 0 for {patience:g} s (COMMSCHED_TIMEOUT "
                     "and 10 s more); its process hangs or its host is gone"
                 )
-        if operation.error is not None:
-            raise operation.error
-        return operation.result
 
     def start_join(self, device: torch.device) -> Operation:
         """Contribute zeros on `device` until every rank has joined; the result is the last one's rank."""
@@ -142,12 +175,16 @@ class OperationQueue:
         example = torch.empty(0, dtype=torch.uint8, device=device)
         where = device_name((example,), self._meeting.launch.node)
         with self._lock:
-            self._announce(operation, {"type": "join", "device": where})
+            self._check_broken(operation)
+            try:
+                self._tell({"type": "join", "device": where})
+            except CommError as error:
+                raise CommError(f"join failed: {error}") from error
             self._join = operation
         return operation
 
     def wait_for_join(self, operation: Operation) -> int:
-        while not operation.done.wait(5.0):
+        while not operation.wait(5.0):
             pass  # the coordinator enforces the time-out; if it dies, the listener fails this operation
         self._join = None
         if operation.error is not None:
@@ -156,7 +193,8 @@ class OperationQueue:
 
     def report_progress(self) -> None:
         if not self._alone:
-            self._tell({"type": "progress"})
+            with self._lock:
+                self._tell({"type": "progress"})
 
     def close(self, error: str) -> None:
         """Leave the job: finish the running operation, tell the coordinator why, stop the threads."""
@@ -166,6 +204,8 @@ class OperationQueue:
             self.stop_timeline()
             return
         self._leaving = True
+        self._flush()
+        self._unsent_known.set()  # the sender ends
         self._queue.put(None)
         deadline = time.monotonic() + settings().timeout
         while self._running.is_alive() and not self._broken and time.monotonic() < deadline:
@@ -174,8 +214,9 @@ class OperationQueue:
             # A Python thread that returns from C++ while the interpreter ends aborts the process.
             self._runner.abort(_SHUT_DOWN)
             self._running.join(_GRACE_SECONDS)
-        with suppress(CommError):  # rank 0 may have ended
+        with self._lock, suppress(CommError):  # rank 0 may have ended
             self._tell({"type": "bye", "error": error})
+        self._sender.join(_CLOSING_SECONDS)
         self._listener.join(_CLOSING_SECONDS)
         if self._coordinator is not None:
             self._coordinator.join(_CLOSING_SECONDS)
@@ -190,12 +231,21 @@ class OperationQueue:
         if timeline is not None:
             timeline.close()
 
+    # -- the sending thread
+
+    def _send_soon(self) -> None:
+        while self._unsent_known.wait() and not self._leaving:
+            self._unsent_known.clear()  # first: what comes after an empty list sets it again
+            time.sleep(_LINGER_SECONDS)
+            self._flush()
+
     # -- the listening thread
 
     def _listen(self) -> None:
         try:
             while True:
-                self._handle(self._connection.receive())
+                for message in self._connection.receive():
+                    self._handle(message)
         except HostLost as error:
             self._without_rank_0 = f"rank 0 is lost, and with it the coordinator of the job: its {error}"
             self._connection.interrupt()  # a sending thread holds the lock that _fail_all needs
@@ -237,7 +287,7 @@ class OperationQueue:
         with self._lock:
             reason = self._broken = self._broken or reason
             waiting = list(self._pending.values())
-            if self._join is not None and not self._join.done.is_set():
+            if self._join is not None and not self._join.ended:
                 waiting.append(self._join)
             self._pending.clear()
         self._broken_known.set()
@@ -254,35 +304,39 @@ class OperationQueue:
             message = self._queue.get()
             if message is None:
                 return
+            joined = self._meeting.launch.rank in message["joined"]
             with self._lock:
-                operation = self._pending.get((message["set"], message["name"]))
-            if operation is None and not message["joined"]:
-                continue  # it has failed in the meantime
-            self._execute(operation, message)
+                keys = [] if joined else [(message["set"], name) for name in message["names"]]
+                operations = [self._pending[key] for key in keys if key in self._pending]
+            if len(operations) == len(keys):  # else they have failed in the meantime, all of them
+                self._execute(operations, message)
 
-    def _execute(self, operation: Operation | None, message: Message) -> None:
+    def _execute(self, operations: Sequence[Operation], message: Message) -> None:
+        """Run one operation, or all-reduces as one; none on a rank that has joined and gives zeros."""
         started = time.monotonic()
-        result, error = None, None
+        results: Sequence[Any] = ()
+        failed = ""
+        cause: Exception | None = None
         try:
-            result = self._runner.run(operation, message)
-        except Exception as cause:
-            error = CommError(
-                f"{message['request']['name']} failed on rank {self._meeting.launch.rank}: {cause}"
-            )
-            error.__cause__ = cause
-            if operation is not None:
+            results = self._runner.run(operations, message)
+        except Exception as error:
+            failed, cause = f"failed on rank {self._meeting.launch.rank}: {error}", error
+            for operation in operations:
                 operation.cause = cause
-            self._stop_all_ranks(str(error))
-        self._last_news = time.monotonic()
-        if operation is None:
-            return
+            self._stop_all_ranks(f"{message['names'][0]} {failed}")
+        self._last_news = ended = time.monotonic()
         with self._lock:
-            self._pending.pop(operation.key, None)
-        if self.timeline is not None:
-            self.timeline.operation(
-                operation.name, operation.kind, operation.submitted, started, time.monotonic()
-            )
-        operation.finish(result, error)
+            for operation in operations:
+                self._pending.pop(operation.key, None)
+        for i, operation in enumerate(operations):
+            if self.timeline is not None:
+                self.timeline.operation(operation.name, operation.kind, operation.submitted, started, ended)
+            if cause is None:
+                operation.finish(results[i])
+            else:
+                failure = CommError(f"{operation.name} {failed}")
+                failure.__cause__ = cause
+                operation.finish(error=failure)
 
     def _stop_all_ranks(self, reason: str) -> None:
         """Fail all operations on all ranks: after a half-done collective their streams of bytes do not match.
@@ -302,7 +356,10 @@ class OperationQueue:
 # -- running one operation -----------------------------------------------------------------------------------
 
 
-@dataclass
+_some_end = threading.Condition()  # one for all operations: to make one for each took a tenth of the time
+
+
+@dataclass(slots=True)
 class Operation:
     """A collective, a barrier or a change of process sets, and once `done` its result or its error."""
 
@@ -322,7 +379,7 @@ class Operation:
     result: Any = None
     error: CommError | None = None
     cause: Exception | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+    ended: bool = False
 
     @property
     def key(self) -> Key:
@@ -341,6 +398,7 @@ class Operation:
             "root": self.root,
             "splits": self.splits,
             "ranks": self.ranks,
+            "bytes": sum(tensor.nbytes for tensor in self.tensors),
         }
         if self.reduction is not None:
             message["op"] = int(self.reduction.op)
@@ -350,9 +408,43 @@ class Operation:
 
     def finish(self, result: Any = None, error: CommError | None = None) -> None:
         """Set the result or the error, unless the operation has ended already."""
-        if not self.done.is_set():
-            self.result, self.error = result, error
-            self.done.set()
+        with _some_end:
+            if not self.ended:
+                self.result, self.error, self.ended = result, error, True
+                _some_end.notify_all()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait, at most so long, and return whether the operation has ended."""
+        with _some_end:
+            return _some_end.wait_for(lambda: self.ended, seconds)
+
+
+class KnownRequests:
+    """Writes this rank's requests for the coordinator: a request that it has sent before as its number alone.
+
+    The coordinator keeps a request until another one gets its number. Ranks may give different numbers to one
+    operation.
+    """
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._numbers: dict[Any, str] = {}  # by what makes a request
+
+    def text(self, operation: Operation) -> str:
+        if operation.splits is not None or operation.ranks is not None:
+            return json.dumps(operation.request(self._node))
+        what = (
+            *(operation.name, operation.set_id, operation.kind, operation.root, operation.reduction),
+            *[(tensor.dtype, tensor.shape, tensor.device) for tensor in operation.tensors],
+        )
+        number = self._numbers.get(what)
+        if number is not None:
+            return number
+        number = str(len(self._numbers))
+        if len(self._numbers) == _KNOWN_REQUESTS:
+            number = self._numbers.pop(next(iter(self._numbers)))  # the oldest one's
+        self._numbers[what] = number
+        return json.dumps({**operation.request(self._node), "number": int(number)})
 
 
 class OperationRunner:
@@ -367,24 +459,33 @@ class OperationRunner:
         self.joined_on = torch.device("cpu")  # after join(), this rank's zeros are on this device
 
     @torch.no_grad()  # ``collectives.operations`` computes gradients
-    def run(self, operation: Operation | None, message: Message) -> Any:
-        """Return the operation's result. `operation` is None on a rank that has joined."""
-        request = message["request"]
-        kind, set_id = request["kind"], request["set"]
-        if kind == "add_process_set":
-            if message["new_set"] is not None:
-                self._sets[message["new_set"]] = request["ranks"]
-            return message
-        if kind == "remove_process_set":
-            self._remove_set(request["ranks"][0])
-            return message
+    def run(self, operations: Sequence[Operation], message: Message) -> Sequence[Any]:
+        """Run one operation, or several all-reduces as one, and return the result of each.
+
+        There are none on a rank that has joined: it gives zeros.
+        """
+        kind = operations[0].kind if operations else message["requests"][0]["kind"]
+        if kind in ("add_process_set", "remove_process_set"):
+            ranks = operations[0].ranks or []
+            if kind == "remove_process_set":
+                self._remove_set(ranks[0])
+            elif message["new_set"] is not None:
+                self._sets[message["new_set"]] = ranks
+            return [message]
         if kind == "barrier":
-            return None  # it runs once every rank has called it: nothing is left to do
-        if operation is None:
-            operation = self._zeros(request)
+            return [None]  # it runs once every rank has called it: nothing is left to do
+        operations = operations or [self._zeros(request) for request in message["requests"]]
+        if len(operations) == 1:
+            return [self._run_one(operations[0], message)]
+        tensors = tuple(tensor for operation in operations for tensor in operation.tensors)
+        outputs = tuple(output for operation in operations for output in operation.outputs)
+        self._run_one(replace(operations[0], tensors=tensors, outputs=outputs, grouped=True), message)
+        return [_one_or_all(operation, operation.outputs) for operation in operations]
+
+    def _run_one(self, operation: Operation, message: Message) -> Any:
         # A joined rank's zeros may be on the CPU. Its device name then says so: all ranks use the CPU.
-        if request["device"] == "cpu" or operation.tensors[0].device.type == "cpu":
-            return self._run_in(self._group(set_id, "cpu"), operation, message)
+        if operation.tensors[0].device.type == "cpu":
+            return self._run_in(self._group(operation.set_id, "cpu"), operation, message)
         return self._run_on_gpu(operation, message)
 
     def _remove_set(self, set_id: int) -> None:

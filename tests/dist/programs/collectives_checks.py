@@ -7,7 +7,14 @@ that expectations do not depend on the code under test.
 import commsched as hvd
 from tests.dist.programs import collectives_job_checks, collectives_tensor_checks
 
-MORE_RANKS = {"process_sets", "join", "disagreements", "duplicate_name"}
+MORE_RANKS = {
+    "process_sets",
+    "join",
+    "join_of_many_at_once",
+    "disagreements",
+    "one_of_many_differs",
+    "duplicate_name",
+}
 CHECKS = {
     name.removeprefix("check_"): check
     for module in (collectives_tensor_checks, collectives_job_checks)

@@ -1,14 +1,18 @@
 """Checks of what belongs to the job: process sets, join, objects, state, normalisation, groups, shutdown."""
 
 import json
+import random
 import tempfile
 import threading
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 import commsched as hvd
+from commsched.collectives.carrier import carrier
+from commsched.collectives.torch_carrier.operation_queue import OperationRunner
 from tests.support.collectives_checks import everyone, of_rank, raises, same
 
 
@@ -77,6 +81,89 @@ def check_join():
         last = hvd.join()
     assert last > 0
     same(hvd.allgather(torch.tensor([hvd.rank()])), torch.arange(hvd.size()))
+
+
+def bits(result):
+    """A result's bytes, or those of a group's."""
+    parts = [result] if isinstance(result, torch.Tensor) else result
+    return [part.reshape(-1).view(torch.uint8).tolist() for part in parts]
+
+
+def check_many_at_once():
+    """Operations that each rank starts in an order of its own have the bits that each has alone."""
+    rank, size, chance = hvd.rank(), hvd.size(), random.Random(0)
+    ends = hvd.add_process_set([0, size - 1]) if size > 2 else hvd.global_process_set
+    torch.manual_seed(rank)
+    calls = {}
+    for i in range(60):
+        dtype = chance.choice([torch.float32, torch.float64, torch.float16, torch.int32, torch.int64])
+        shapes = [chance.choice([(), (3,), (5, 2), (0,), (4097,)]) for _ in range(chance.choice([1, 1, 3]))]
+        tensors = [(7 * torch.randn(shape)).to(dtype) for shape in shapes]
+        options = {"process_set": chance.choice([ends, hvd.global_process_set]), "name": f"{i}"}
+        kind = chance.choice([hvd.allreduce_async] * 8 + [hvd.allgather_async, hvd.broadcast_async])
+        if kind is hvd.allreduce_async:
+            options["op"] = chance.choice([hvd.Sum, hvd.Average, hvd.Min])
+            if dtype.is_floating_point and options["op"] != hvd.Min:
+                options["prescale_factor"] = chance.choice([1.0, 1 / 3])
+            kind = hvd.grouped_allreduce_async if len(tensors) > 1 else kind
+        if kind is hvd.broadcast_async:
+            options["root_rank"] = size - 1
+        given = tensors if kind is hvd.grouped_allreduce_async else tensors[0]
+        if kind is hvd.allgather_async:
+            given = given.reshape(-1)
+        if options["process_set"].included():
+            calls[i] = partial(kind, given, **options)
+    alone = {i: bits(hvd.synchronize(start())) for i, start in calls.items()}
+    together, run = [], OperationRunner.run
+
+    def counted(runner, operations, message):
+        together.append(len(operations))
+        return run(runner, operations, message)
+
+    chance = random.Random(rank)
+    with patch.object(OperationRunner, "run", counted):
+        for _ in range(3):
+            handles = {i: calls[i]() for i in chance.sample(list(calls), len(calls))}
+            found = {i: bits(hvd.synchronize(handles[i])) for i in chance.sample(list(calls), len(calls))}
+            assert found == alone
+    if size > 1 and hvd.engine_name() == "torch":
+        assert max(together) > 1, together
+    assert size < 3 or hvd.remove_process_set(ends)
+
+
+def check_one_of_many_differs():
+    for differs in (False, True, False):  # the others' requests are known by then
+        sizes = [3 + (differs and i == 4) * hvd.rank() for i in range(9)]
+        handles = [hvd.allreduce_async(torch.ones(n), op=hvd.Sum, name=f"{i}") for i, n in enumerate(sizes)]
+        for i, handle in enumerate(handles):
+            if differs and i == 4:
+                raises(hvd.HorovodInternalError, partial(hvd.synchronize, handle), "shape")
+            else:
+                same(hvd.synchronize(handle), torch.full((3,), float(hvd.size())))
+
+
+def check_an_operation_runs_although_its_rank_does_not_wait():
+    handle = hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name="not waited for")
+    store, last = carrier().meeting.store, hvd.rank() == hvd.size() - 1
+    if last:
+        hvd.synchronize(handle)
+        store.set("the last rank has it", "yes")
+    store.wait(["the last rank has it"])
+    assert last or hvd.synchronize(handle).tolist() == [hvd.size()] * 2
+
+
+def check_join_of_many_at_once():
+    """Rank r has r + 1 batches of operations that are started together."""
+    types = [torch.float32, torch.int64, torch.float64] * 3
+    for step in range(hvd.rank() + 1):
+        handles = {}
+        for i in random.Random(hvd.rank()).sample(range(9), 9):
+            mine = torch.full((i,), hvd.rank() + 1).to(types[i])
+            handles[i] = hvd.allreduce_async(mine, op=hvd.Sum, name=f"{i}")
+        for i, handle in handles.items():
+            total = sum(r + 1 for r in range(hvd.size()) if r >= step)
+            same(hvd.synchronize(handle), torch.full((i,), total).to(types[i]))
+    assert hvd.join() == hvd.size() - 1
 
 
 def check_objects_and_parameters():

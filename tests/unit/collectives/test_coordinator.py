@@ -14,6 +14,8 @@ import pytest
 from commsched.collectives.torch_carrier import coordinator as coordinator_module
 from commsched.collectives.torch_carrier.coordinator import Coordinator, RankConnection, send
 
+BYE = '{{"type": "bye", "error": {}}}'
+
 
 @pytest.mark.parametrize("error", ["", "CommError: rank 7 is lost"])
 @pytest.mark.parametrize("leaving", [0, 1])
@@ -25,15 +27,15 @@ def test_every_rank_is_told_who_has_left(leaving: int, error: str) -> None:
     coordinator = Coordinator([RankConnection(end) for _, end in pairs], 30.0)
     coordinator.start()
     ranks = [RankConnection(end) for end, _ in pairs]
-    send(ranks[leaving].messages, {"type": "bye", "error": error})
+    send(ranks[leaving].messages, [BYE.format(json.dumps(error))])
     staying = [line for rank, line in enumerate(ranks) if rank != leaving]
     for line in staying:
         assert line.messages.poll(100), "it is not told"
         cause = f"after {error}" if error else "(its script ended or called shutdown())"
         reason = f"rank {leaving} has left the job {cause}"
-        assert line.receive() == {"type": "left", "ranks": [[leaving, reason]]}
+        assert line.receive() == [{"type": "left", "ranks": [[leaving, reason]]}]
     for line in staying:
-        send(line.messages, {"type": "bye", "error": ""})
+        send(line.messages, [BYE.format('""')])
     coordinator.join(100)
     assert not coordinator.is_alive()
     for line in ranks:
@@ -47,7 +49,7 @@ def test_a_fault_in_the_coordinator_fails_all_ranks(monkeypatch: pytest.MonkeyPa
     coordinator = Coordinator([RankConnection(end) for _, end in pairs], 30.0)
     coordinator.start()
     ranks = [RankConnection(end) for end, _ in pairs]
-    send(ranks[0].messages, {"type": "request"})  # of nothing
+    send(ranks[0].messages, ['{"type": "request"}'])  # of nothing
     for line in ranks:
         assert line.messages.poll(100), "it still waits"
         with pytest.raises((EOFError, ConnectionError)):
@@ -72,7 +74,7 @@ def test_close_ends_a_read_in_the_middle_of_a_message() -> None:
 
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
-    body = json.dumps({"type": "left", "ranks": [[1, "rank 1 has left"]]}).encode()
+    body = json.dumps([{"type": "left", "ranks": [[1, "rank 1 has left"]]}]).encode()
     os.write(theirs.fileno(), struct.pack("!i", len(body)) + body[:9])
     time.sleep(0.2)  # it reads
     line.close()
@@ -103,3 +105,49 @@ def test_a_descriptor_is_closed_after_the_last_read(monkeypatch: pytest.MonkeyPa
         go_on.set()
         closing.result(100)
         assert not was_closed.result(100) and mine.closed
+
+
+def sums(*names, start=0):
+    """Requests for sums of one number, each with a number of its own."""
+    fields = {"type": "request", "kind": "allreduce", "set": 0, "dtypes": ["torch.float32"], "shapes": [[1]]}
+    fields |= {"device": "cpu", "root": -1, "splits": None, "ranks": None, "bytes": 4}
+    fields |= {"op": 1, "prescale": 1.0, "postscale": 1.0}
+    return [json.dumps(fields | {"name": name, "number": i}) for i, name in enumerate(names, start)]
+
+
+def test_requests_that_come_together_are_answered_together_and_repeated_by_number() -> None:
+    pairs = [Pipe() for _ in range(2)]
+    coordinator = Coordinator([RankConnection(end) for _, end in pairs], 30.0, fusion_threshold=8)
+    coordinator.start()
+    ranks = [RankConnection(end) for end, _ in pairs]
+
+    def answers(*texts: list[str]) -> list[list[str]]:
+        for line, said in zip(ranks, texts, strict=True):
+            send(line.messages, said)
+        heard = [line.receive() for line in ranks]
+        assert heard[0] == heard[1] and all(message["type"] == "run" for message in heard[0]), heard
+        return [message["names"] for message in heard[0]]
+
+    # The ranks have an order of their own, and give numbers of their own.
+    assert answers(sums("a", "b", "c"), sums("c", "b", "a", start=5)) in (
+        [["a", "b"], ["c"]],  # rank 0's requests were read last
+        [["c", "b"], ["a"]],
+    )
+    assert answers(["1"], ["6"]) == [["b"]]
+    # One has a request as a number, the other one is new to it; and a number is given to another request.
+    assert answers(["2"], sums("c", start=9)) == [["c"]]
+    assert answers(sums("d", start=1), sums("d", start=6)) == [["d"]]
+    assert answers(["1"], ["6"]) == [["d"]]
+    # What differs is found although one rank sends a number only.
+    other = sums("a", start=7)[0].replace("[[1]]", "[[2]]")
+    send(ranks[0].messages, ["0"])
+    send(ranks[1].messages, [other])
+    for line in ranks:
+        (message,) = line.receive()
+        assert message["type"] == "error" and "rank 0 has [[1]], rank 1 has [[2]]" in message["message"]
+    for line in ranks:
+        send(line.messages, [BYE.format('""')])
+    coordinator.join(100)
+    assert not coordinator.is_alive()
+    for line in ranks:
+        line.close()

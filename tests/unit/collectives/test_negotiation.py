@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from commsched.collectives.torch_carrier.coordinator import Negotiator
+from commsched.collectives.torch_carrier.coordinator import Negotiator, fused
 
 
 class Clock:
@@ -31,6 +31,7 @@ def request(name, kind="allreduce", **changes):
         "root": -1,
         "splits": None,
         "ranks": None,
+        "bytes": 32,
     } | changes
 
 
@@ -54,7 +55,7 @@ def test_an_operation_runs_when_its_last_rank_comes(three):
     assert three.submit(0, request("a")) == []
     ranks, message = only(three.submit(2, request("a")))
     assert ranks == [0, 1, 2]
-    assert (message["type"], message["name"], message["joined"]) == ("run", "a", [])
+    assert (message["type"], message["names"], message["joined"]) == ("run", ["a"], [])
 
 
 def test_what_waits_in_a_removed_process_set_fails(three):
@@ -80,7 +81,7 @@ def test_ranks_may_come_in_any_order_and_all_hear_one_order():
             rank = chance.choice([rank for rank in waiting if waiting[rank]])
             for ranks, message in negotiator.submit(rank, request(waiting[rank].pop())):
                 for receiver in ranks:
-                    heard[receiver].append(message["name"])
+                    heard[receiver].extend(message["names"])
         assert heard[0] == heard[1] == heard[2] and sorted(heard[0]) == list("abcdef")
 
 
@@ -276,3 +277,69 @@ def test_a_collective_that_broke_off_although_all_ranks_live_is_told_to_all(thre
 def test_a_rank_that_leaves_within_a_collective_is_why_it_broke_off(three):
     three.fail("a failed on rank 0: Connection closed by peer")
     assert only(three.leave(1, "rank 1 has left", alarm=False))[1]["message"] == "rank 1 has left"
+
+
+def runs(negotiator, *requests, threshold=100):
+    """What the ranks are told where all of them submit these requests: the names of each run."""
+    replies = []
+    for one in requests:
+        members = negotiator._sets[one["set"]]
+        for rank in members:
+            if rank not in negotiator._joined:
+                replies += negotiator.submit(rank, dict(one))
+    messages = [message for _, message in fused(replies, threshold)]
+    assert all("requests" in message for message in messages if message["joined"])
+    assert not any("requests" in message for message in messages if not message["joined"])
+    return [message["names"] for message in messages]
+
+
+def test_all_reduces_that_are_ready_together_run_as_one_up_to_a_size(three):
+    assert runs(three, *map(request, "abcde")) == [["a", "b", "c"], ["d", "e"]]
+    assert runs(three, *map(request, "abc"), threshold=64) == [["a", "b"], ["c"]]
+    assert runs(three, *map(request, "abc"), threshold=0) == [["a"], ["b"], ["c"]]
+    large = request("large", bytes=101)
+    assert runs(three, request("a"), large, request("b")) == [["a", "b"], ["large"]]
+
+
+@pytest.mark.parametrize(
+    "other", [{"op": 0}, {"prescale": 0.5}, {"postscale": 2.0}, {"device": "cuda:a:0"}, {"kind": "broadcast"}]
+)
+def test_only_what_is_computed_alike_runs_as_one(three, other):
+    others = [request(name, **other) for name in "cd"]
+    found = runs(three, request("a"), others[0], request("b"), others[1])
+    apart = other.keys() & {"device", "kind"}
+    assert found == ([["a", "b"], ["c"], ["d"]] if apart else [["a", "b"], ["c", "d"]])
+
+
+def test_all_reduces_of_different_types_and_of_groups_run_as_one(three):
+    group = request("g", dtypes=["torch.int32", "torch.int64"], shapes=[[1], [2]])
+    assert runs(three, request("a"), group, request("b", dtypes=["torch.float64"])) == [["a", "g", "b"]]
+
+
+def test_all_reduces_of_different_process_sets_run_apart(three):
+    for rank in range(3):
+        replies = three.submit(rank, request("p", "add_process_set", ranks=[0, 2]))
+    number = only(replies)[1]["new_set"]
+    inner = [request(name, set=number) for name in "xy"]
+    assert runs(three, request("a"), inner[0], request("b"), inner[1]) == [["a", "b"], ["x", "y"]]
+
+
+def test_a_joined_rank_hears_what_zeros_it_gives_to_which_run(three):
+    replies = three.submit(0, request("before"))
+    three.join(1)
+    for name in "ab":
+        for rank in (0, 2):
+            replies += three.submit(rank, request(name, shapes=[[len(replies)]]))
+    replies += three.submit(2, request("before"))
+    ((ranks, message),) = fused(replies, 1000)
+    assert ranks == [0, 1, 2] and message["joined"] == [1] and message["names"] == ["a", "b", "before"]
+    assert [one["name"] for one in message["requests"]] == message["names"]
+    assert [one["shapes"] for one in message["requests"]] == [[[0]], [[1]], [[4, 2]]]
+
+
+def test_runs_with_and_without_joined_ranks_stay_apart_and_other_replies_keep_their_order(three):
+    replies = [reply for rank in range(3) for reply in three.submit(rank, request("a"))]
+    replies += [([0], {"type": "waits", "message": "text"})]
+    three.join(1)
+    replies += [reply for rank in (0, 2) for reply in three.submit(rank, request("b"))]
+    assert [message.get("names") for _, message in fused(replies, 1000)] == [["a"], None, ["b"]]

@@ -11,7 +11,13 @@ from commsched import spatial
 from commsched.channels import SilentChannel
 from commsched.collectives.carrier import OperationNames, ReduceOp, Reduction
 from commsched.collectives.job import registered_id
-from commsched.collectives.torch_carrier.operation_queue import Operation, OperationRunner, Timeline
+from commsched.collectives.torch_carrier import operation_queue
+from commsched.collectives.torch_carrier.operation_queue import (
+    KnownRequests,
+    Operation,
+    OperationRunner,
+    Timeline,
+)
 from commsched.errors import CommError
 from commsched.process.groups import device_name, nccl_usable
 from commsched.process.launch import ALONE
@@ -53,7 +59,7 @@ def staged(kind, tensors, outputs=(), **more):
     """The result of an operation that runs through the CPU, as for a GPU that several ranks share."""
     operation = Operation(kind, f"{kind}.x", 0, tuple(tensors), tuple(outputs), **more)
     runner = OperationRunner(meet(ALONE), {0: [0]})
-    message = {"request": operation.request("here"), "joined": [], "splits": [operation.splits]}
+    message = {"joined": [], "splits": [operation.splits]}
     message["rows"] = [[t.shape[0] for t in tensors]]
     return runner._run_through_cpu(operation, message)
 
@@ -84,19 +90,82 @@ def joined_in(device):
     """The coordinator's message to a joined rank about the others' all-reduce of GPU tensors."""
     request = {"kind": "allreduce", "name": "x", "set": 0, "device": "cuda:a:0", "op": 1}
     request |= {"shapes": [[2]], "dtypes": ["torch.float32"], "prescale": 1.0, "postscale": 1.0}
-    return {"request": request, "devices": ["cuda:a:0", device]}
+    return {"requests": [request], "devices": ["cuda:a:0", device]}
 
 
 def test_the_zeros_of_a_joined_rank_are_on_the_cpu():
     """They were on cuda:0, whatever GPU the rank had, or none."""
-    result = OperationRunner(meet(ALONE), {0: [0]}).run(None, joined_in("cpu"))
+    (result,) = OperationRunner(meet(ALONE), {0: [0]}).run([], joined_in("cpu"))
     assert result.tolist() == [0.0, 0.0] and result.device.type == "cpu"
 
 
 def test_the_zeros_of_a_joined_rank_are_where_it_said():
     runner = OperationRunner(meet(ALONE), {0: [0]})
     runner.joined_on = torch.device("meta")
-    assert runner._zeros(joined_in("cuda:b:1")["request"]).tensors[0].device == runner.joined_on
+    assert runner._zeros(joined_in("cuda:b:1")["requests"][0]).tensors[0].device == runner.joined_on
+
+
+def test_all_reduces_that_run_as_one_have_the_results_that_they_have_alone():
+    def operations():
+        torch.manual_seed(0)
+        types = (torch.float32, torch.int16, torch.float64)
+        for i, dtype in enumerate(types * 2):
+            tensors = tuple((3 * torch.randn(shape)).to(dtype) for shape in [(2, 3), (), (0,)][: i % 3 + 1])
+            outputs = tensors if i < 3 else tuple(map(torch.empty_like, tensors))
+            reduction = Reduction(ReduceOp.AVERAGE, 3.0, 0.5)
+            yield Operation("allreduce", f"{i}", 0, tensors, outputs, i % 3 > 0, reduction)
+
+    runner = OperationRunner(meet(ALONE), {0: [0]})
+    together, alone = list(operations()), list(operations())
+    results = runner.run(together, {})
+    for result, operation, single in zip(results, together, alone, strict=True):
+        (expected,) = runner.run([single], {})
+        assert type(result) is type(expected) is (tuple if operation.grouped else torch.Tensor)
+        for mine, output, other in zip(
+            result if operation.grouped else [result],
+            operation.outputs,
+            expected if operation.grouped else [expected],
+            strict=True,
+        ):
+            assert mine is output and torch.equal(mine, other) and mine.dtype is other.dtype
+
+
+def asked(name, *tensors, kind="allreduce", **more):
+    return Operation(kind, name, 0, tensors, reduction=more.pop("reduction", Reduction(ReduceOp.SUM)), **more)
+
+
+def test_a_request_that_is_repeated_travels_as_a_number():
+    known = KnownRequests("here")
+    first = json.loads(known.text(asked("a", torch.ones(2, 3))))
+    assert (first["number"], first["name"], first["shapes"], first["bytes"]) == (0, "a", [[2, 3]], 24)
+    assert known.text(asked("a", torch.zeros(2, 3))) == "0"
+    changes = [
+        asked("b", torch.ones(2, 3)),
+        asked("a", torch.ones(3, 2)),
+        asked("a", torch.ones(2, 3).int()),
+        asked("a", torch.ones(2, 3), torch.ones(1)),
+        asked("a", torch.ones(2, 3), kind="reducescatter"),
+        asked("a", torch.ones(2, 3), reduction=Reduction(ReduceOp.SUM, 2.0)),
+        asked("a", torch.ones(2, 3), reduction=None, kind="broadcast", root=1),
+        asked("a", torch.ones(2, 3), reduction=None, kind="broadcast", root=0),
+    ]
+    for number, change in enumerate(changes, start=1):
+        text = known.text(change)
+        assert json.loads(text) == {**change.request("here"), "number": number}
+        assert known.text(change) == str(number)
+    assert known.text(asked("a", torch.ones(2, 3))) == "0"
+    for _ in range(2):  # splits may differ each time
+        exchange = asked("t", torch.ones(2), kind="alltoall", reduction=None, splits=[1, 1])
+        assert json.loads(known.text(exchange)) == exchange.request("here")
+
+
+def test_numbers_of_requests_are_few_and_the_oldest_is_given_again(monkeypatch):
+    monkeypatch.setattr(operation_queue, "_KNOWN_REQUESTS", 2)
+    known, x = KnownRequests("here"), torch.ones(1)
+    for name, number in (("a", 0), ("b", 1), ("c", 0), ("a", 1), ("b", 0)):
+        sent = json.loads(known.text(asked(name, x)))
+        assert (sent["name"], sent["number"]) == (name, number)
+    assert known.text(asked("a", x)) == "1" and known.text(asked("b", x)) == "0"
 
 
 def test_nccl_needs_a_gpu_for_each_rank(monkeypatch):
