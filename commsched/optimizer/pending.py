@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -151,8 +151,26 @@ def can_pend(parameter: torch.Tensor) -> bool:
     return type(parameter) in (nn.Parameter, PendingParameter, PendingGradient, CompiledParameter)
 
 
+@cache
+def _complete_before_functions() -> None:
+    """Complete parameters that are given to an ``autograd.Function``.
+
+    ``apply`` calls no ``__torch_function__``, and neither does a C++ extension that its forward calls.
+    """
+    plain = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    @wraps(plain)
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        for parameter in _pending_in((args, kwargs)):
+            complete_value(parameter)
+        return plain(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+
+
 def mark_pending(parameter: nn.Parameter, access: Access, only_grad: bool = False) -> None:
     """Intercept the next access (to the gradient)."""
+    _complete_before_functions()
     key = id(parameter)
     _accesses[key] = access
     (_only_gradients.add if only_grad else _only_gradients.discard)(key)

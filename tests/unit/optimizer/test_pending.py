@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from comm_core import storages_held
 from commsched.optimizer import pending
@@ -123,6 +124,24 @@ def test_every_read_sees_what_has_arrived(what: str) -> None:
     assert READS[what](arrival.parameter), what
     assert arrival.completed == 1
     assert type(arrival.parameter) is nn.Parameter
+
+
+class ReadsMemory(torch.autograd.Function):
+    """Reads memory as a C++ extension does: ``to_dlpack`` calls no ``__torch_function__``."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return from_dlpack(to_dlpack(weight)) * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def test_a_function_of_autograd_gets_what_has_arrived() -> None:
+    arrival = Arrival()
+    product = ReadsMemory.apply(arrival.parameter, torch.tensor(3.0))
+    assert torch.equal(product, torch.full((3, 4), 3.0)) and arrival.completed == 1
 
 
 def test_writes_come_after_the_arrival() -> None:
