@@ -49,7 +49,9 @@ PACKAGES = ("commsched", "scheduler", "comm_core", "dnn_bench")
 # By 1,171 for pipelines in elastic jobs (346), `plan --check` with the race detector, which was a test's
 # before (741), places of processes that were cut off and what commits cost (61), hooks and frozen parameters
 # in stages (42), less what was said twice (19).
-BUDGET = 58_500
+# By 686 for messages between stages over NCCL (474), operations that travel and run together (194), and
+# parameters given to functions of C++ (18).
+BUDGET = 59_200
 
 
 def test_the_product_keeps_to_its_budget() -> None:
