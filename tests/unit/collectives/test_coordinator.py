@@ -17,6 +17,16 @@ from commsched.collectives.torch_carrier.coordinator import Coordinator, RankCon
 BYE = '{{"type": "bye", "error": {}}}'
 
 
+def end(coordinator: Coordinator, ranks: list[RankConnection], staying: list[RankConnection]) -> None:
+    """Let the ranks that have stayed leave, and the coordinator end."""
+    for line in staying:
+        send(line.messages, [BYE.format('""')])
+    coordinator.join(100)
+    assert not coordinator.is_alive()
+    for line in ranks:
+        line.close()
+
+
 @pytest.mark.parametrize("error", ["", "CommError: rank 7 is lost"])
 @pytest.mark.parametrize("leaving", [0, 1])
 def test_every_rank_is_told_who_has_left(leaving: int, error: str) -> None:
@@ -34,12 +44,7 @@ def test_every_rank_is_told_who_has_left(leaving: int, error: str) -> None:
         cause = f"after {error}" if error else "(its script ended or called shutdown())"
         reason = f"rank {leaving} has left the job {cause}"
         assert line.receive() == [{"type": "left", "ranks": [[leaving, reason]]}]
-    for line in staying:
-        send(line.messages, [BYE.format('""')])
-    coordinator.join(100)
-    assert not coordinator.is_alive()
-    for line in ranks:
-        line.close()
+    end(coordinator, ranks, staying)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -145,9 +150,4 @@ def test_requests_that_come_together_are_answered_together_and_repeated_by_numbe
     for line in ranks:
         (message,) = line.receive()
         assert message["type"] == "error" and "rank 0 has [[1]], rank 1 has [[2]]" in message["message"]
-    for line in ranks:
-        send(line.messages, [BYE.format('""')])
-    coordinator.join(100)
-    assert not coordinator.is_alive()
-    for line in ranks:
-        line.close()
+    end(coordinator, ranks, ranks)
