@@ -15,7 +15,9 @@ state, share out its items and tell each other where each will lie. Then a threa
 
 A generation is whole when all its ranks' manifests are there and every part is as its manifest says. A
 manifest gets its name after its files are on the disk, so neither a crash nor a power cut leaves a manifest
-without them. At the next call here the ranks tell each other that all have written. Only then does that
+without them. Parameters that ``step()`` has left pending come later
+(``optimizer.snapshots``): their places in the part are known, and the thread begins when they are there.
+At the next call here the ranks tell each other that all have written. Only then does that
 generation count as the newest whole one, and the next save removes all others before it writes. Nothing is
 removed where that is not known: in a new process that has not loaded, where ranks were lost since (those of
 an earlier job may not have written), where that generation is gone, or where another process has written
@@ -38,6 +40,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +65,7 @@ from commsched.collectives.job import rank, size
 from commsched.collectives.operations import allgather_object, broadcast_object
 from commsched.env import settings
 from commsched.errors import CheckpointError, CommError
+from commsched.optimizer.snapshots import Arrivals, Late, state_so_far
 from scheduler.ir.inputs import LARGEST, InputError, parse_json
 
 Items = dict[str, tuple[int, int]]
@@ -109,13 +114,15 @@ def save(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> Saving:
     for other, (*_, digest, _) in enumerate(told):
         if digest != told[0][2]:
             _raise_difference(taken.signature, other)
-    files: dict[str, Any] = {_part(me): taken.data.getbuffer()}
-    if me == 0:
-        files[".metadata"] = taken.metadata([items for *_, items in told])
+    others = {".metadata": taken.metadata([items for *_, items in told])} if me == 0 else {}
     manifest = {"format": _FORMAT, "generation": name, "rank": me, "ranks": size(), "items": taken.items}
     whole = here.whole
     here.known.add(name)
-    here.saving = Saving(here, name, lambda: _write(here.path, whole, manifest, files))
+
+    def write() -> None:
+        _write(here.path, whole, manifest, {_part(me): taken.content(), **others})
+
+    here.saving = Saving(here, name, write, taken.arrivals)
     return here.saving
 
 
@@ -157,12 +164,19 @@ def is_saved(folder: str | os.PathLike[str]) -> bool:
 
 
 class Saving:
-    """A save that a thread carries out, as ``save`` returns it."""
+    """A save that a thread carries out, as ``save`` returns it, once all values have arrived."""
 
-    def __init__(self, here: _Folder, name: str, write: Callable[[], None]) -> None:
+    def __init__(self, here: _Folder, name: str, write: Callable[[], None], arrivals: Arrivals) -> None:
         self.name, self._here, self._failure, self._job = name, here, "", epoch()
         self._thread = threading.Thread(target=self._run, args=(write,), name="commsched-checkpoint")
-        self._thread.start()
+        self._arrivals = arrivals
+        arrivals.when_whole(self._begin)
+
+    def _begin(self) -> None:
+        if threading.main_thread().is_alive():
+            self._thread.start()
+        else:  # the process ends, and waits for no thread any more
+            self._thread.run()
 
     def _run(self, write: Callable[[], None]) -> None:
         try:
@@ -182,9 +196,19 @@ class Saving:
         return self._job == epoch()
 
     def _join(self) -> str:
-        """Wait for the thread; return why it has not written, or ""."""
+        """Wait for the thread; return why it has not written, or "". ``CommError`` where a rank is lost."""
+        try:
+            self._arrivals.complete()
+        except CommError:
+            raise
+        except Exception as error:
+            return f"{self.name}: rank {rank()}: {type(error).__name__}: {error}"
+        if not self._arrivals.is_whole:
+            why = f"{self.name}: rank {rank()} lacks parameters: their optimizer has ended before they came"
+            return why if self.of_present_job() else ""  # else a rank was lost, and nothing is wrong here
         limit = settings().timeout
-        self._thread.join(limit)
+        if self._thread.ident is not None:  # else the process ends, and it has been written: see ``_begin``
+            self._thread.join(limit)
         if self._thread.is_alive():
             return f"{self.name}: rank {rank()} has not written within {limit:g} s (COMMSCHED_TIMEOUT)"
         return self._failure
@@ -284,6 +308,9 @@ class _Taken:
         self.equal: set[str] = set()  # of these, the keys whose values are equal on all ranks
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.data, self.items, self.digest = io.BytesIO(), Items(), ""  # what this rank writes
+        self.arrivals = Arrivals()  # of late values, by their keys, with what reads them there
+        self.late: dict[str, tuple[Late, Callable[[Any], Tensor]]] = {}
+        self.arrived: dict[str, Tensor] = {}
 
     def take(self, state: Mapping[str, Any], me: int, ranks: int) -> None:
         structure, own = {}, {}
@@ -296,9 +323,8 @@ class _Taken:
                 is_state = hasattr(value, "state_dict")
                 if is_state or me == 0:
                     items = self.shared if is_state else self.values
-                    structure[name] = self._flattened(
-                        value.state_dict() if is_state else value, (name,), items
-                    )
+                    nested = self._state_so_far(name, value) if is_state else value
+                    structure[name] = self._flattened(nested, (name,), items)
                 if isinstance(value, nn.Module):
                     names = (each for each, _ in value.named_parameters(remove_duplicate=False))
                     self.equal.update(f"{name}.{each}" for each in names)
@@ -321,6 +347,25 @@ class _Taken:
             else f"{key} {type(value).__name__}"
             for key, value in self.shared.items()
         ]
+
+    def _state_so_far(self, name: str, value: Any) -> Any:
+        """Return the value's state dict, with stand-ins for late tensors whose sizes are known."""
+        state, every = state_so_far(value)
+        for late in every:
+            is_param = late.place is state
+            for key in late.keys:
+                path = f"{name}.{key}" if is_param else f"{name}.state.{key}"
+                if is_param:
+                    late.place[key] = _stand_in(late.before)
+                    self.late[path] = late, lambda found: found
+                elif _keeps_its_keys(value, late.before):
+                    late.place[key] = {each: _stand_in(tensor) for each, tensor in late.before.items()}
+                    self.late |= {f"{path}.{each}": (late, itemgetter(each)) for each in late.before}
+                elif (found := late.wait()) is None:
+                    del late.place[key]
+                else:
+                    late.place[key] = found
+        return state
 
     def _flattened(self, value: Any, path: tuple[str | int, ...], items: dict[str, Any]) -> Any:
         """Add the items of nested dictionaries and lists; return the same nesting of keys.
@@ -363,7 +408,11 @@ class _Taken:
 
     def _serialise(self, key: str, value: Any) -> None:
         start = self.data.tell()
-        if _is_plain(value):
+        if key in self.late:
+            self.data.seek(_length(value.dtype, tuple(value.shape), value.stride()), io.SEEK_CUR)
+            late, part = self.late[key]
+            self.arrivals.take(late, lambda found: self._put(key, value, part(found)))
+        elif _is_plain(value):
             value = value.cpu()
             # All of the memory would be saved of which a tensor is a part.
             dense = value.untyped_storage().nbytes() == value.nbytes
@@ -380,6 +429,21 @@ class _Taken:
                 )
             self.data.write(item.getbuffer())
         self.items[key] = start, self.data.tell() - start
+
+    def _put(self, key: str, stand_in: Tensor, value: Tensor) -> None:
+        expected, actual = ((each.dtype, each.shape) for each in (stand_in, value))
+        if expected != actual:
+            raise ValueError(f"{key} must still be {expected} after the update, and is {actual}")
+        self.arrived[key] = torch.empty_like(stand_in, device="cpu").copy_(value)
+
+    def content(self) -> Any:
+        """Return this rank's part, once everything has arrived."""
+        for key, value in self.arrived.items():
+            self.data.seek(self.items[key][0])
+            torch.save(value, self.data)
+            assert self.data.tell() == sum(self.items[key]), f"{key} is longer than its place"
+        self.arrived.clear()
+        return self.data.getbuffer()
 
     def metadata(self, told: Sequence[Items]) -> bytes:
         """Return the content of torch.distributed.checkpoint's ``.metadata``."""
@@ -424,6 +488,29 @@ def _refuse_shards(name: str, optimizer: torch.optim.Optimizer) -> None:
 def _is_plain(value: Any) -> bool:
     """Return whether torch.distributed.checkpoint stores a value as a tensor."""
     return type(value) is Tensor and value.layout is torch.strided and not value.is_quantized
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """Return a tensor without values of the size, type and strides that a copy would have. Does not wait."""
+    strided = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return torch.empty_like(strided)
+
+
+@cache
+def _length(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return how many bytes ``torch.save`` writes for a tensor: they do not depend on its values."""
+    data = io.BytesIO()
+    torch.save(torch.empty_strided(shape, strides, dtype=dtype, device="cpu").zero_(), data)
+    return data.tell()
+
+
+def _keeps_its_keys(optimizer: Any, state: Any) -> bool:
+    """Return whether the coming update of a parameter changes values in its state only.
+
+    torch's own optimizers make all of a parameter's state in its first update.
+    """
+    is_torchs = optimizer._base.__module__.startswith("torch.optim.")
+    return is_torchs and bool(state) and all(map(_is_plain, state.values()))
 
 
 def _is_branch(value: Any) -> bool:

@@ -37,7 +37,7 @@ import select
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from commsched.collectives.carrier import carrier_or_none
@@ -239,6 +239,9 @@ def _roll_back(state: Any, failures: _Failures, error: Exception, elastic: bool)
     """Restore the last commit; raise the error where nobody can begin an epoch without the lost rank."""
     if elastic:
         _forget_locals(error)
+    if isinstance(state, State):
+        with suppress(Exception):  # what has arrived stays readable; the rest is lost
+            state._settle()
     lasting.disconnect(wait=False)
     state.restore()
     if not elastic:

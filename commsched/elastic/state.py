@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from commsched.collectives.model_state import broadcast_parameters, share_optimi
 from commsched.collectives.operations import allgather_object, broadcast_object
 from commsched.elastic.sampler import ElasticSampler
 from commsched.errors import HostsUpdatedInterrupt
+from commsched.optimizer.snapshots import Arrivals, state_so_far
 
 _REMOVED = 1  # hosts were only removed; the number is that of Horovod's HostUpdateResult
 
@@ -86,6 +89,9 @@ class State:
         """Go back to what was saved last."""
         raise NotImplementedError
 
+    def _settle(self) -> None:
+        """Wait until what was saved last is whole; here it is so at once."""
+
     def sync(self) -> None:
         """Give every rank the state of rank 0. Collective."""
         raise NotImplementedError
@@ -131,7 +137,23 @@ class TorchState(ObjectState):
 
     Commits hold copies in this process's memory. ``sync()`` gives every rank what rank 0 has now, and commits
     it. Other kinds of objects can have handlers of their own: ``set_handler_registry``.
+
+    [Note: commits that become whole later]
+
+        step 8   commit()   forward of step 9               backward of step 9
+                 |          |                               |
+                 |          copies late parameters, and     all have come: the commit of step 8 is whole,
+                 |          their states in the optimizer   that of step 7 is let go
+                 copies what is there: values, samplers, buffers, complete parameters
+
+    Parameters that ``step()`` has left pending are copied when they are complete (``optimizer.snapshots``).
+    Until all are, the commit before stands: if a rank is lost, or an update fails, everything goes back to
+    that one. So ranks may go back to commits of different steps. As ever, ``sync()`` then gives all of them
+    what rank 0 has, which is one whole commit, taken after a step that all ranks have made.
     """
+
+    # The last save, while parameters are missing in it, and by object the attributes to go back to.
+    _arriving: tuple[Arrivals, list[tuple[Any, dict[str, Any]]]] | None = None
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         kwargs |= {"model": model, "optimizer": optimizer}
@@ -144,18 +166,46 @@ class TorchState(ObjectState):
         super().__init__(broadcast_object, rank, **plain)
 
     def save(self) -> None:
-        """Save everything, or nothing where a rank is lost meanwhile: reading a model may wait for others."""
-        before = [(handler, dict(vars(handler))) for handler in self._handlers.values()]
+        """Save everything, or nothing where a rank is lost: see [Note: commits that become whole later]."""
+        self._settle()
+        before: list[tuple[Any, dict[str, Any]]] = [(one, dict(vars(one))) for one in self._handlers.values()]
+        before.append((self, {"_saved_state": self._saved_state, "_commits": self._commits}))
+        arrivals = Arrivals()
+        self._arriving = arrivals, before
         try:
             for handler in self._handlers.values():
-                handler.save()
+                if type(handler).save is StateHandler.save:
+                    handler._saved = _copy_of(handler.value, arrivals)
+                else:
+                    handler.save()
             super().save()
         except BaseException:
-            for handler, attributes in before:
-                vars(handler).update(attributes)
+            self._go_back()
             raise
+        arrivals.when_whole(self._has_arrived)
+
+    def _has_arrived(self) -> None:
+        self._arriving = None
+
+    def _settle(self) -> None:
+        """Wait until the last save is whole; where it cannot be, go back to the one before."""
+        if (arriving := self._arriving) is not None:
+            try:
+                arriving[0].complete()
+            finally:
+                self._go_back()
+
+    def _go_back(self) -> None:
+        """Let the save before be the last one, if something is missing in this one."""
+        if (arriving := self._arriving) is not None:
+            arriving[0].drop()
+            self._arriving = None
+            for thing, attributes in arriving[1]:
+                vars(thing).update(attributes)
 
     def restore(self) -> None:
+        with suppress(Exception):  # of ranks that are lost, and of updates that failed
+            self._settle()
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
@@ -187,8 +237,10 @@ class TorchState(ObjectState):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "_handlers" and name in self._handlers:
+            self._settle()
             self._handlers[name].set_value(value)
         elif name in self.__dict__.get("_saved_state", ()) and (made := _handler(value)) is not None:
+            self._settle()
             self._handlers[name] = made  # it began as None; a restored copy would not be the script's object
             del self._saved_state[name]
         super().__setattr__(name, value)
@@ -220,6 +272,26 @@ class StateHandler:
         """Take another object in the place of this one."""
         self.value = value
         self.save()
+
+
+def _copy_of(value: Any, arrivals: Arrivals) -> Any:
+    """Return a copy of the value's state dict; late values come into it with the arrivals."""
+    state, every = state_so_far(value)
+    copies: dict[int, Any] = {}
+    state = deepcopy(state, copies)
+    for late in every:
+        arrivals.take(late, partial(_put, copies[id(late.place)], late.keys))
+    return state
+
+
+def _put(place: dict[Any, Any], keys: Iterable[Any], value: Any) -> None:
+    """Put a copy of a value under the keys; without a value there are none."""
+    copy = deepcopy(value)
+    for key in keys:
+        if copy is None:
+            del place[key]
+        else:
+            place[key] = copy
 
 
 class ModelStateHandler(StateHandler):

@@ -254,6 +254,7 @@ def _keep_together(wrapped: Any) -> None:
         owner._opt_called = True
         return type(owner).step(owner, *args, **kwargs)
 
+    settle.settles = True  # type: ignore[attr-defined]
     wrapped.register_state_dict_pre_hook(settle)
     wrapped.register_load_state_dict_pre_hook(settle)
     # A scheduler of the wrapped optimizer puts a counting step() around that one's plain step() into the

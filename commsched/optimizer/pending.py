@@ -34,6 +34,8 @@ class Access(NamedTuple):
     complete: Callable[[], None]  # it must call ``clear_pending``
     replaced: Callable[[torch.Tensor | None], bool]  # p.grad is set; returns False to have it completed first
     cleared: Callable[[bool], bool]  # by Module.zero_grad(set_to_none); returns False as above
+    # Calls its argument once the value is complete; returns False where it is, or must be accessed now.
+    follow: Callable[[Callable[[], None]], bool] = lambda act: False
 
 
 # The accesses of pending parameters, by id. An attribute would be pickled with the parameter.
@@ -200,6 +202,19 @@ def complete(parameter: nn.Parameter) -> None:
 def complete_value(parameter: nn.Parameter) -> None:
     if id(parameter) not in _only_gradients:
         complete(parameter)
+
+
+def is_late(parameter: nn.Parameter) -> bool:
+    """Return whether the value is pending, and not the gradient alone."""
+    return id(parameter) in _accesses and id(parameter) not in _only_gradients
+
+
+def when_complete(parameter: nn.Parameter, act: Callable[[], None]) -> bool:
+    """Call ``act`` when a late parameter has its value, before the access that waits for it goes on.
+
+    Returns False where nothing is pending, or where an access must come first: it may raise.
+    """
+    return is_late(parameter) and _accesses[id(parameter)].follow(act)
 
 
 def _run_backward(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

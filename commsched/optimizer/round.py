@@ -293,6 +293,8 @@ class Round:
         self.late: list[int] = []  # parameters of which gradients came late, on any rank
         self.summed_outside: set[int] = set()  # parameters outside of the plan that have had a sum
         self._uncleared: set[int] | None = None  # once user code has cleared some gradients one by one
+        # By parameter: what takes the value of the last step, once that is there (``snapshots``).
+        self._followers: dict[int, list[Callable[[], None]]] = {}
 
         # From round to round.
         self.apart = False  # rounds may have gradients that no bucket carries: see [Note: gradients apart]
@@ -315,7 +317,12 @@ class Round:
         self.waits_of_ranks: deque[list[int]] = deque(maxlen=_KEPT_ROUNDS)
 
         self._accesses = [
-            Access(partial(self.accessed, (i,)), partial(self.replaced, i), partial(self.cleared, i))
+            Access(
+                partial(self.accessed, (i,)),
+                partial(self.replaced, i),
+                partial(self.cleared, i),
+                partial(self._follow, i),
+            )
             for i in range(len(self.gradients))
         ]
         self.has_company: Callable[[], bool] = lambda: False  # whether this rank has other optimizers
@@ -920,12 +927,28 @@ class Round:
             self.pending -= len(complete)
             if self.deferred is not None and used:
                 self.attempt(self.deferred, used)
+            if self.failed is not None:
+                self._followers.clear()
             for gradient in complete:
                 if gradient.clear is not None:
                     gradient.apply_clear()
                 if gradient.local is not None:
                     gradient.add_local()
+                for take in self._followers.pop(gradient.number, ()):
+                    take()
             self.backend.updates_issued()
+
+    def _follow(self, i: int, take: Callable[[], None]) -> bool:
+        """Call ``take`` when parameter ``i`` has been completed; False where it must be accessed now.
+
+        A value is taken right after its update, under the lock: whoever needs it goes on afterwards, and user
+        code that could change it has to access it first. ``take`` is never called if the update fails.
+        """
+        with self.lock:
+            waits = self.state is State.IDLE and self.failed is None and not self.gradients[i].exposed
+            if waits:
+                self._followers.setdefault(i, []).append(take)
+            return waits
 
     def attempt(self, update: Callable[..., None], *arguments: Any) -> None:
         """Run a part of an update; one that raises leaves out the later ones: see [Note: failing updates]."""
@@ -1470,6 +1493,7 @@ class Round:
         """Make the parameters ordinary again, and give the buckets back; pending results are lost."""
         with self.lock:
             self.closed, self.deferred, self.state = True, None, State.IDLE
+            self._followers.clear()
             for gradient in self.gradients:
                 gradient.unclear = False
                 clear_pending(gradient.param)

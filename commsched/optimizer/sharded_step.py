@@ -549,9 +549,7 @@ class ShardedStep(StepMode):
         self.round.leave_cleared()
         self.check_not_updated("there is no state_dict()")
         self.check_none_joined("state_dict()")
-        whole = {**state, **self._gathered_shards()}
-        ordered = {p: whole[p] for p in self._optimizer._every_param() if p in whole}
-        return super().whole_state({**ordered, **whole})
+        return super().whole_state({**state, **self._gathered_shards()})
 
     def _gathered_shards(self) -> OptimizerState:
         self.round.settle()

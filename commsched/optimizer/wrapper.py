@@ -5,10 +5,12 @@ from __future__ import annotations
 import operator
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -28,8 +30,8 @@ from commsched.collectives.operations import (
     synchronize,
 )
 from commsched.errors import CommError
-from commsched.optimizer.gradient import is_zero
-from commsched.optimizer.pending import ordinary
+from commsched.optimizer.gradient import OptimizerState, is_zero
+from commsched.optimizer.pending import is_late, ordinary
 from commsched.optimizer.planner import Options
 from commsched.optimizer.session import Session, take_over
 from commsched.optimizer.sharded_step import ShardedStep, load_state_dict_of, state_dict_with
@@ -107,6 +109,7 @@ class DistributedMethods(Optimizer):
     _plain_step: Any = None  # the step() that a scheduler had put into the instance before it was wrapped
     backward_passes_per_step = 1
     _ordinary: Options | None = None  # the options that were asked for, in the place of virtual ranks'
+    _reads_ahead = False  # while the state is read without waiting for pending updates
     _is_summed = False  # with virtual ranks: the gradients are their sums, and no step has used them
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -399,7 +402,7 @@ class DistributedMethods(Optimizer):
 
     def _settle(self) -> None:
         """Apply pending updates, before something reads the optimizer's state."""
-        if self._session is not None:
+        if self._session is not None and not self._reads_ahead:
             self._session.round.settle()
             self._session.round.raise_failed()
 
@@ -424,7 +427,34 @@ class DistributedMethods(Optimizer):
 
         With ``gather="parameters"``, ``Compression.int8`` or ``fp8`` every rank must call: each has a part.
         """
-        return state_dict_with(self, self._base, self._whole_state())
+        whole = self._whole_state()
+        # In the order of the parameters: they get their states in another one on each rank.
+        ordered = {p: whole[p] for p in chain(self._every_param(), whole) if p in whole}
+        return state_dict_with(self, self._base, defaultdict(dict, ordered))
+
+    def state_so_far(self) -> tuple[dict[str, Any], dict[int, nn.Parameter], OptimizerState]:
+        """Return the state dict without waiting, with None as the state of late parameters, these by their
+        numbers there, and where their states will be.
+
+        None is late where others than this class may look at the states, or each rank has a part.
+        """
+        session, late, own = self._session, dict[int, nn.Parameter](), self.__dict__["state"]
+        hooks = self._optimizer_state_dict_pre_hooks.values()
+        is_plain = self._base.state_dict is Optimizer.state_dict and "state_dict" not in self.__dict__
+        is_plain &= not self._optimizer_state_dict_post_hooks and all(hasattr(h, "settles") for h in hooks)
+        if is_plain and session is not None and not (self._closed or session.mode.spreads_state):
+            late = {i: p for i, p in enumerate(self._every_param()) if is_late(p)}
+        if not late:
+            return self.state_dict(), late, own
+        self._reads_ahead = True
+        try:
+            found = self.state_dict()
+        finally:
+            self._reads_ahead = False
+        states = found["state"]
+        numbers = chain(range(len(self._every_param())), states)
+        found["state"] = {i: None if i in late else states[i] for i in numbers if i in late or i in states}
+        return found, late, own
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Let copies and pickles be plain optimizers of the wrapped class."""

@@ -12,6 +12,7 @@ from tests.support.launch import elastic_hosts, run_ranks, start_ranks
 from tests.support.needs import needs_horovod
 
 PROGRAM = Path(__file__).with_name("programs") / "elastic_training.py"
+COMMITS = PROGRAM.with_name("elastic_commits.py")
 MEMBERSHIP = PROGRAM.with_name("elastic_membership.py")
 SIZES = [1, 1, 1, 2, 2, 2, 1, 1, 1]
 
@@ -48,6 +49,34 @@ def test_a_host_comes_and_a_rank_is_lost(tmp_path: Path, gather: str, victim: in
     assert sizes == SIZES and at_reset == ([2] * victim + [1]), shown
     assert listening <= 1, "the stores of ended epochs still listen"
     torch.testing.assert_close(torch.tensor(values), torch.tensor(plain()))
+
+
+def replayed(sizes: list[int]) -> list[object]:
+    """The steps, the weights and their momenta after steps of so many ranks: elastic_commits.py."""
+    processed, weight, momentum = 0, 0.0, 0.0
+    for size in sizes:
+        step = range(processed, min(processed + 2 * size, 36))
+        momentum = 0.5 * momentum + sum(index + 1 for index in step)
+        weight, processed = weight - momentum, step.stop
+    return [len(sizes), [weight], [momentum]]
+
+
+@pytest.mark.dist
+@needs_horovod
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_is_killed_before_the_others_have_all_of_a_commit(tmp_path: Path, victim: int) -> None:
+    """Each goes back to that commit or the one before, and all go on from one of them: each sample once."""
+    hosts, launcher = elastic_hosts(tmp_path, "localhost:1", "127.0.0.1:1", "127.1:1")
+    with start_ranks(COMMITS, 3, [hosts, str(victim)], {}, launcher) as ranks:
+        results = ranks.wait()
+        shown = ranks.report()
+    printed = [json.loads(line) for rank in results for line in rank.stdout.splitlines() if line[:2] == "[["]
+    assert len(printed) == 2 and printed[0][::2] == printed[1][::2], shown
+    sizes, _, end = printed[0]
+    assert set(sizes[:2]) == {3} and set(sizes[3:]) == {2} and end == replayed(sizes), shown
+    assert sum(2 * size for size in sizes[:-1]) < 36 <= sum(2 * size for size in sizes), shown
+    for _, restored, _ in printed:
+        assert restored[-1] in (replayed([3] * 2), replayed([3] * 3)), shown
 
 
 def loses_a_rank_that_has_not_met() -> None:
