@@ -307,7 +307,9 @@ class Packing:
         mark_ready(0)       so is bucket 0, the last one: the offer is dropped
 
     Dropping the last reference lets torch's allocator give the memory to a later operation on the stream of
-    the gradient. Where that is not P, ``Device.uses`` (record_stream) makes the allocator wait for P.
+    the gradient. Where that is not P, ``Device.uses`` (record_stream) makes the allocator wait for P. The
+    stream of a gradient is the current one in ``put()``, unless autograd has added it to an earlier gradient,
+    in memory that a backward on any other stream may have allocated. Such a tensor has a version above 0.
 
     A gradient that cannot be packed as it lies in memory (another type or order, an unresolved conjugate, or
     memory of the buckets themselves, which other buckets overwrite) is copied into its slot at once.
@@ -363,6 +365,8 @@ class Packing:
         if param in self._written_on:
             self._follow((param,), current)
         self._offers.pop(param, None)
+        if not grad.is_inference() and grad._version:
+            self._device.uses(grad, current)
         if self._can_stay(grad, slot):
             self._offers[param] = Offer(grad, len(self._layout.slots[param].buckets))
         elif not (grad.data_ptr() == slot.data_ptr() and _reads_like(grad, slot)):
@@ -569,6 +573,11 @@ class StreamBackend(Backend):
     def take_back(self, param: int, slot: torch.Tensor) -> None:
         self._check()
         self._packing.take_back(param, slot)
+
+    def reads(self, tensor: torch.Tensor) -> None:
+        # torch keeps dense memory alone for a stream.
+        for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+            self.streams.uses(part, self.streams.current())
 
     def mark_ready(self, bucket: int) -> None:
         """Pack the bucket's gradients on the current stream; the bucket is sent after that."""

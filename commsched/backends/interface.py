@@ -163,6 +163,12 @@ class Backend(ABC):
         None of the parameter's buckets may be marked ready in this step.
         """
 
+    def reads(self, tensor: torch.Tensor) -> None:
+        """Keep a tensor's memory, also without references, until the current stream has done all that it has.
+
+        For tensors that the caller reads and drops: another stream may have allocated them.
+        """
+
     @abstractmethod
     def mark_ready(self, bucket: int) -> None:
         """Hand over a bucket whose gradients are complete."""

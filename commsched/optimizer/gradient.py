@@ -110,6 +110,14 @@ class Gradient:
             shown = self.alias.detach()
         set_raw_grad(self.param, shown)
 
+    def keep_local(self, grad: torch.Tensor, backend: Backend) -> None:
+        """Set aside what autograd has just accumulated, while the sum travels."""
+        if self.local is not None:
+            backend.reads(self.local)  # it is dropped here
+            grad = self.local + grad
+        self.local = grad
+        set_raw_grad(self.param, None)
+
     def keep_unseen(self) -> None:
         """Set aside what autograd has just accumulated, where a hook of user code reads it before ours."""
         grad = raw_grad(self.param)

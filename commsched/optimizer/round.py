@@ -500,8 +500,7 @@ class Round:
     def _keep_local(self, gradient: Gradient, grad: torch.Tensor) -> None:
         """Let a gradient stay on this rank until the next round."""
         if not (gradient.exposed or self.mode.gathered):
-            gradient.local = grad if gradient.local is None else gradient.local + grad
-            set_raw_grad(gradient.param, None)
+            gradient.keep_local(grad, self.backend)
             if gradient.touched and self.state is State.SENT:  # user code has cleared it: no sum will come
                 self.leave_cleared()
                 gradient.add_local()
@@ -520,6 +519,7 @@ class Round:
         gradient.payload.zeros = False
         with torch.no_grad():
             gradient.view.copy_(grad)
+        self.backend.reads(grad)
         gradient.hand_out()
 
     def _open(self, gradient: Gradient, grad: torch.Tensor) -> torch.Tensor:
@@ -529,8 +529,7 @@ class Round:
         accumulates.
         """
         if not (gradient.exposed or self.mode.gathered):
-            gradient.local = grad if gradient.local is None else gradient.local + grad
-            set_raw_grad(gradient.param, None)
+            gradient.keep_local(grad, self.backend)
         self.leave_cleared()
         self._begin()
         grad_now = raw_grad(gradient.param)
@@ -620,10 +619,13 @@ class Round:
         assert gradient.view is not None
         gradient.payload.zeros = False
         self._check_sum(gradient, before, grad)
+        self.backend.take_back(gradient.number, gradient.view)  # the current stream writes into the slot
         if before.base is not None:
             torch.sub(grad, before.base, out=gradient.view)
+            self.backend.reads(before.base)
         else:
             gradient.view.neg_().add_(grad)
+        self.backend.reads(grad)
 
     def _check_sum(self, gradient: Gradient, before: Sum, grad: torch.Tensor) -> None:
         """Refuse an addition to a sum that user code has changed: the difference would not be what came."""
@@ -756,6 +758,8 @@ class Round:
                 if gradient.filled != self.number:
                     grad = raw_grad(gradient.param)
                     if grad is not None:
+                        if self.backend.has_streams:  # it may have been computed on another one
+                            self.backend.reads(grad)
                         self._put(gradient, grad)
                     else:
                         gradient.payload.put_zeros()

@@ -193,6 +193,9 @@ class LateBackend(Backend):
     def take_back(self, param: int, slot: torch.Tensor) -> None:
         self.inner.take_back(param, slot)
 
+    def reads(self, tensor: torch.Tensor) -> None:
+        self.inner.reads(tensor)
+
     def mark_ready(self, bucket: int) -> None:
         self._mark(self.inner.mark_ready, bucket)
 

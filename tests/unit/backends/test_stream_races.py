@@ -189,6 +189,33 @@ def a_second_gradient_on_another_stream(training: Training) -> None:
         training.forward()
 
 
+def gradients_added_to_earlier_ones(training: Training) -> None:
+    """Autograd adds to p.grad in its memory, which a backward on another stream has allocated."""
+    rank, races = training.rank, training.races
+
+    def put(param: int, grad: torch.Tensor) -> None:
+        other = MAIN + SIDE - races.stream
+        with training.device.on(other):
+            before = torch.zeros(SHAPES[param])
+            base = torch.ones(SHAPES[param])
+        races.wait(races.stream, races.record(other))
+        before.add_(grad)
+        if param == 0:  # only the difference to an earlier sum is sent: see Round._put_difference
+            before.add_(1.0)
+            training.backend.take_back(param, rank.slots[param])
+            torch.sub(before, base, out=rank.slots[param])
+            training.backend.reads(before)
+            training.backend.reads(base)
+        else:
+            training.backend.put(param, before, rank.slots[param])
+
+    for streams in ((MAIN, MAIN, MAIN), (MAIN, SIDE, MAIN), (SIDE, MAIN, SIDE), (SIDE, SIDE, SIDE)):
+        training.backward(streams, put)
+        training.step()
+        training.complete()
+        training.forward()
+
+
 def parameters_completed_on_another_stream(training: Training) -> None:
     for _ in range(3):
         training.backward()
@@ -261,6 +288,7 @@ STORIES = [
     gradients_that_are_copied,
     gradients_added_in_their_slots,
     a_second_gradient_on_another_stream,
+    gradients_added_to_earlier_ones,
     parameters_completed_on_another_stream,
     two_side_streams_forward_the_same_parameters,
     steps_begun_on_another_stream,
@@ -326,6 +354,8 @@ def test_no_hand_over_is_a_race(
 
 WAITS = [
     ("uses in Packing._has_read", "a gradient's memory is given on while it is packed on another stream"),
+    ("uses in Packing.put", "memory of an earlier gradient is given on while its bucket is packed"),
+    ("uses in StreamBackend.reads", "memory is given on while it is read on another stream"),
     ("uses in StreamSchedule.gather_now", "gathered values are freed while they are gathered"),
     ("wait in Packing._enter", "slots are written that the step before still reads"),
     ("wait in Packing._follow", "gradients are packed before they are computed on another stream"),
