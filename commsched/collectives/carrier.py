@@ -167,8 +167,11 @@ class Carrier(ABC):
         same join.
         """
 
-    def report_progress(self) -> None:
-        """Keep a join from timing out while the others go on without operations of this carrier."""
+    def report_progress(self, doing: str = "") -> None:
+        """Keep a join from timing out while the others go on without operations of this carrier.
+
+        ``doing``: what this rank does until its next operation, for the errors of those that wait for it.
+        """
 
     @abstractmethod
     def start_timeline(self, path: str, mark_cycles: bool) -> None:

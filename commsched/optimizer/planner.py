@@ -36,6 +36,7 @@ from comm_core.cuda.tables import BLOCK, BLOCK_BYTES
 from commsched.backends import wanted_transport
 from commsched.backends.cpu import flat
 from commsched.backends.interface import Backend, Scaling
+from commsched.collectives.carrier import carrier_or_none
 from commsched.collectives.compression import block_code
 from commsched.collectives.private_groups import hosts_of
 from commsched.env import settings
@@ -1039,7 +1040,10 @@ class Planner:
         """
         if self.ranks.rank:
             return None
+        told = carrier_or_none()
         try:
+            if told is not None:
+                told.report_progress("makes a plan")  # which may take long; the others wait in an agreement
             if child is not None:
                 program = child.answer()
             else:
@@ -1050,6 +1054,9 @@ class Planner:
         except subprocess.SubprocessError as error:
             _log.warning("the search of a plan failed, so training keeps the plan in use: %s", error)
             return None
+        finally:
+            if told is not None:
+                told.report_progress()
         layers = (-1, *order)
         if not _has_parts(program, profile):
             profile = profile.whole()

@@ -133,8 +133,8 @@ class TorchCarrier(Carrier):
 
         return JoinHandle(lambda: operation.ended, wait)
 
-    def report_progress(self) -> None:
-        self._queue.report_progress()
+    def report_progress(self, doing: str = "") -> None:
+        self._queue.report_progress(doing)
 
     def start_timeline(self, path: str, mark_cycles: bool) -> None:
         self.stop_timeline()

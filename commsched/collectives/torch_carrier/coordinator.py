@@ -220,7 +220,7 @@ class Coordinator(threading.Thread):
         if kind == "join":
             return self._negotiator.join(rank, message["device"])
         if kind == "progress":
-            self._negotiator.hear()
+            self._negotiator.hear(rank, message["doing"])
         elif kind == "failed":
             self._negotiator.fail(message["message"])
         elif kind == "bye":
@@ -318,6 +318,7 @@ class Negotiator:
         self._gone: dict[int, str] = {}  # why each rank that ended did
         self._failure: tuple[float, str] | None = None  # an operation's failure: when, and its message
         self._timed_out: dict[int, str] = {}  # the operation that each rank last waited for in vain
+        self._doing: dict[int, str] = {}  # what each rank does until its next operation, if it has told
         self._over = ""  # why all operations fail from now on
         self._last_news = clock()
 
@@ -333,6 +334,7 @@ class Negotiator:
             entry = self._pending[key] = _Pending(self._last_news)
         entry.requests[rank] = request
         self._timed_out.pop(rank, None)
+        self._doing.pop(rank, None)
         return self._complete(key)
 
     def join(self, rank: int, device: str = "cpu") -> list[Reply]:
@@ -349,9 +351,10 @@ class Negotiator:
             self._joined = []
         return replies
 
-    def hear(self) -> None:
+    def hear(self, rank: int, doing: str = "") -> None:
         """Note that ranks that have not joined go on: optimizers exchange gradients without requests."""
         self._last_news = self._clock()
+        self._doing[rank] = doing
 
     def leave(self, rank: int, reason: str, alarm: bool) -> list[Reply]:
         """Fail all operations that wait for a rank that has ended; with `alarm` also the running ones."""
@@ -440,7 +443,9 @@ class Negotiator:
         doing = []
         for rank in absent:
             names = [name for (_, name), other in self._pending.items() if rank in other.requests]
-            if not names and rank in self._timed_out:
+            if not names and self._doing.get(rank):
+                doing.append(f"rank {rank} {self._doing[rank]}")
+            elif not names and rank in self._timed_out:
                 doing.append(f"rank {rank} waited in vain in {self._timed_out[rank]}")
             else:
                 doing.append(f"rank {rank} waits in {', '.join(names) or 'nothing'}")

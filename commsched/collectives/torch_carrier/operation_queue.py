@@ -191,10 +191,10 @@ class OperationQueue:
             raise operation.error
         return int(operation.result)
 
-    def report_progress(self) -> None:
+    def report_progress(self, doing: str) -> None:
         if not self._alone:
             with self._lock:
-                self._tell({"type": "progress"})
+                self._tell({"type": "progress", "doing": doing})
 
     def close(self, error: str) -> None:
         """Leave the job: finish the running operation, tell the coordinator why, stop the threads."""

@@ -134,7 +134,7 @@ def test_joined_ranks_stand_in_with_zeros(three):
 def test_progress_of_the_others_keeps_a_join_alive(three, clock):
     three.join(1)
     clock.now = 9.0
-    three.hear()
+    three.hear(0)
     clock.now = 18.0
     assert three.expire() == [] and three.next_deadline() == 19.0
     clock.now = 19.0
@@ -211,6 +211,27 @@ def test_what_a_rank_does_now_is_told_rather_than_what_it_waited_for_before(thre
     clock.now = 20.0
     told = {ranks[0]: message["message"] for ranks, message in three.expire()}
     assert "rank 1 waits in c; rank 2 waits in nothing" in told[0]
+
+
+def test_a_rank_that_makes_a_plan_is_said_to_do_that(three, clock):
+    """It was said to wait "in nothing", for as long as it searched a plan for all ranks."""
+    three.hear(0, "makes a plan")
+    three.submit(1, request("agreement"))
+    clock.now = 10.0
+    assert "rank 0 makes a plan; rank 2 waits in nothing" in only(three.expire())[1]["message"]
+    three.submit(0, request("agreement"))  # the plan is there
+    three.submit(2, request("later"))
+    clock.now = 20.0
+    told = {ranks[0]: message["message"] for ranks, message in three.expire()}
+    assert "rank 0 waits in agreement" in told[2]
+
+
+def test_what_a_rank_has_done_is_not_told_of_what_it_does_now(three, clock):
+    three.hear(0, "makes a plan")
+    three.hear(0)
+    three.submit(1, request("agreement"))
+    clock.now = 10.0
+    assert "rank 0 waits in nothing" in only(three.expire())[1]["message"]
 
 
 def test_join_waits_as_long_as_there_is_news(three, clock):

@@ -50,8 +50,9 @@ PACKAGES = ("commsched", "scheduler", "comm_core", "dnn_bench")
 # before (741), places of processes that were cut off and what commits cost (61), hooks and frozen parameters
 # in stages (42), less what was said twice (19).
 # By 686 for messages between stages over NCCL (474), operations that travel and run together (194), and
-# parameters given to functions of C++ (18).
-BUDGET = 59_200
+# parameters given to functions of C++ (18). By 400 for commits and checkpoints that do not wait (370), memory
+# of other streams (20), and a rank that makes a plan (10).
+BUDGET = 59_600
 
 
 def test_the_product_keeps_to_its_budget() -> None:
