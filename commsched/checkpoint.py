@@ -37,7 +37,7 @@ import shutil
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -77,6 +77,7 @@ _GENERATION = re.compile(r"\d{8}-[0-9a-f]{8}")
 _MANIFEST = re.compile(r"manifest-(\d{1,9})\.json")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 16 << 20
+_NICENESS = 10  # of the thread that writes: where it shares the processor with training, it takes idle time
 _MARK = "whole"  # in a first generation: all ranks had written it
 _SHOWN = 80  # characters of a wrong value in an error
 
@@ -114,7 +115,7 @@ def save(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> Saving:
     for other, (*_, digest, _) in enumerate(told):
         if digest != told[0][2]:
             _raise_difference(taken.signature, other)
-    others = {".metadata": taken.metadata([items for *_, items in told])} if me == 0 else {}
+    others = {".metadata": [taken.metadata([items for *_, items in told])]} if me == 0 else {}
     manifest = {"format": _FORMAT, "generation": name, "rank": me, "ranks": size(), "items": taken.items}
     whole = here.whole
     here.known.add(name)
@@ -179,6 +180,9 @@ class Saving:
             self._thread.run()
 
     def _run(self, write: Callable[[], None]) -> None:
+        if threading.current_thread() is self._thread:
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self._thread.native_id or 0, _NICENESS)
         try:
             write()
         except BaseException as error:
@@ -307,10 +311,10 @@ class _Taken:
         self.shared: dict[str, Any] = {}  # which all ranks have
         self.equal: set[str] = set()  # of these, the keys whose values are equal on all ranks
         self.paths: dict[str, tuple[str | int, ...]] = {}
-        self.data, self.items, self.digest = io.BytesIO(), Items(), ""  # what this rank writes
+        self.items, self.digest, self.end = Items(), "", 0  # of this rank's part
+        self.copies: dict[str, Tensor | bytes] = {}  # of what it writes, in any order
         self.arrivals = Arrivals()  # of late values, by their keys, with what reads them there
         self.late: dict[str, tuple[Late, Callable[[Any], Tensor]]] = {}
-        self.arrived: dict[str, Tensor] = {}
 
     def take(self, state: Mapping[str, Any], me: int, ranks: int) -> None:
         structure, own = {}, {}
@@ -336,7 +340,8 @@ class _Taken:
         self.digest = hashlib.sha256("\n".join(self.signature).encode()).hexdigest()
         with torch.serialization.safe_globals(classes):
             for key, value in {**self._share(me, ranks), **self.values, **own}.items():
-                self._serialise(key, value)
+                self.items[key] = self.end, (length := self._place(key, value))
+                self.end += length
 
     @property
     def signature(self) -> list[str]:
@@ -406,44 +411,44 @@ class _Taken:
                 mine[key] = value
         return mine
 
-    def _serialise(self, key: str, value: Any) -> None:
-        start = self.data.tell()
-        if key in self.late:
-            self.data.seek(_length(value.dtype, tuple(value.shape), value.stride()), io.SEEK_CUR)
-            late, part = self.late[key]
-            self.arrivals.take(late, lambda found: self._put(key, value, part(found)))
-        elif _is_plain(value):
-            value = value.cpu()
-            # All of the memory would be saved of which a tensor is a part.
-            dense = value.untyped_storage().nbytes() == value.nbytes
-            torch.save(value if dense else value.clone(), self.data)
-        else:
-            item = io.BytesIO()
-            torch.save(value, item)
-            item.seek(0)
-            if refused := torch.serialization.get_unsafe_globals_in_checkpoint(item):
-                raise ValueError(
-                    f"{key} cannot be saved: load() reads with weights_only=True, which refuses"
-                    f" {', '.join(refused)}; save numbers, strings, lists, dictionaries and tensors, or give"
-                    " these classes to torch.serialization.add_safe_globals() before save() and load()"
-                )
-            self.data.write(item.getbuffer())
-        self.items[key] = start, self.data.tell() - start
+    def _place(self, key: str, value: Any) -> int:
+        """Copy an item, now or when it arrives; return how many bytes it takes in this rank's part."""
+        if _is_plain(value):
+            if key in self.late:
+                late, part = self.late[key]
+                self.arrivals.take(late, lambda found: self._put(key, value, part(found)))
+            else:
+                self._put(key, value, value)
+            return _length(value.dtype, tuple(value.shape), torch.empty_like(value, device="meta").stride())
+        item = io.BytesIO()
+        torch.save(value, item)
+        item.seek(0)
+        if refused := torch.serialization.get_unsafe_globals_in_checkpoint(item):
+            raise ValueError(
+                f"{key} cannot be saved: load() reads with weights_only=True, which refuses"
+                f" {', '.join(refused)}; save numbers, strings, lists, dictionaries and tensors, or give"
+                " these classes to torch.serialization.add_safe_globals() before save() and load()"
+            )
+        data = self.copies[key] = item.getvalue()
+        return len(data)
 
-    def _put(self, key: str, stand_in: Tensor, value: Tensor) -> None:
-        expected, actual = ((each.dtype, each.shape) for each in (stand_in, value))
+    def _put(self, key: str, like: Tensor, value: Tensor) -> None:
+        expected, actual = ((each.dtype, each.shape) for each in (like, value))
         if expected != actual:
             raise ValueError(f"{key} must still be {expected} after the update, and is {actual}")
-        self.arrived[key] = torch.empty_like(stand_in, device="cpu").copy_(value)
+        copy = torch.empty_like(like.detach(), device="cpu").copy_(value.detach())
+        self.copies[key] = copy.requires_grad_(value.requires_grad)
 
-    def content(self) -> Any:
-        """Return this rank's part, once everything has arrived."""
-        for key, value in self.arrived.items():
-            self.data.seek(self.items[key][0])
-            torch.save(value, self.data)
-            assert self.data.tell() == sum(self.items[key]), f"{key} is longer than its place"
-        self.arrived.clear()
-        return self.data.getbuffer()
+    def content(self) -> Iterator[bytes | memoryview]:
+        """Yield this rank's part item by item, once everything has arrived; give the copies back."""
+        for key, (_, length) in self.items.items():
+            data: Tensor | bytes | memoryview = self.copies.pop(key)
+            if isinstance(data, Tensor):
+                item = io.BytesIO()
+                torch.save(data, item)
+                data = item.getbuffer()
+            assert len(data) == length, f"{key} takes {len(data)} bytes, where its place has {length}"
+            yield data
 
     def metadata(self, told: Sequence[Items]) -> bytes:
         """Return the content of torch.distributed.checkpoint's ``.metadata``."""
@@ -533,7 +538,12 @@ def _raise_difference(mine: list[str], other: int) -> None:
 # -- writing -------------------------------------------------------------------------------------------------
 
 
-def _write(folder: Path, whole: str | None, manifest: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+def _write(
+    folder: Path,
+    whole: str | None,
+    manifest: Mapping[str, Any],
+    files: Mapping[str, Iterable[bytes | memoryview]],
+) -> None:
     """Remove all generations but ``whole``, if it is known; write this rank's files, the manifest last."""
     path = target = folder / manifest["generation"]
     last = target / f"manifest-{manifest['rank']}.json"
@@ -541,14 +551,14 @@ def _write(folder: Path, whole: str | None, manifest: Mapping[str, Any], files: 
         for old in set(_generations(folder)) - {whole, target.name} if whole else ():
             _remove(folder / old)
         _make(target)
-        for name, data in files.items():
+        sums = {}
+        for name, content in files.items():
             path = target / name
-            _write_file(path, data)
+            sums[name] = _write_file(path, content)
         _sync(target)
-        sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
         body = json.dumps({**manifest, "files": sums}).encode()
         path = last.with_suffix(".unfinished")
-        _write_file(path, hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+        _write_file(path, [hashlib.sha256(body).hexdigest().encode() + b"\n" + body])
         os.replace(path, last)
         _sync(target)
     except OSError as error:
@@ -561,15 +571,20 @@ def _write(folder: Path, whole: str | None, manifest: Mapping[str, Any], files: 
         ) from error
 
 
-def _write_file(path: Path, data: Any) -> None:
+def _write_file(path: Path, content: Iterable[bytes | memoryview]) -> str:
+    """Write a file onto the disk; return the checksum of what was to be written."""
+    digest = hashlib.sha256()
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(number, left[:_CHUNK]) :]
+        for data in content:
+            digest.update(data)
+            left = memoryview(data)
+            while left:
+                left = left[os.write(number, left[:_CHUNK]) :]
         os.fsync(number)
     finally:
         os.close(number)
+    return digest.hexdigest()
 
 
 def _sync(folder: Path) -> None:
@@ -589,7 +604,7 @@ def _mark(generation: Path) -> None:
     """
     with suppress(OSError):
         if int(generation.name[:8]) == 1 and generation.is_dir() and not (generation / _MARK).exists():
-            _write_file(generation / _MARK, b"")
+            _write_file(generation / _MARK, ())
             _sync(generation)
 
 

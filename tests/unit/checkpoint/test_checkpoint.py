@@ -125,9 +125,9 @@ def test_saves_run_beside_training(kept: Path, monkeypatch: pytest.MonkeyPatch) 
     """The second save waits for the first, and both write the values at their call."""
     goes, write = threading.Event(), checkpoint._write_file
 
-    def slow(path: Path, data: Any) -> None:
+    def slow(path: Path, content: Any) -> str:
         assert goes.wait(60)
-        write(path, data)
+        return write(path, content)
 
     monkeypatch.setattr(checkpoint, "_write_file", slow)
     state = numbered(1)
