@@ -355,7 +355,6 @@ def wanted(program: Program, rank: int) -> set[Action]:
         if len(layout.members(stage)) > 1:
             reduce = (Kind.RS, Kind.AG) if layout.reduction == "scatter" else (Kind.AR,)
             wanted |= {Action(kind, bucket, stage) for kind in reduce for bucket in buckets[stage]}
-        wanted |= set(_tokens(layout, rank, stage))
     return wanted
 
 
@@ -366,20 +365,6 @@ def _messages(layout: Layout, rank: int, stage: int, index: int) -> Iterator[Act
                 if peer != rank:
                     yield Action(sent, index, stage, peer=peer)
                     yield Action(received, index, stage, peer=peer)
-
-
-def _tokens(layout: Layout, rank: int, stage: int) -> Iterator[Action]:
-    if layout.placement != "aligned":
-        return
-    group, place = divmod(stage, layout.positions)
-    index, first = layout.microbatches + group, group * layout.positions
-    if place and len(layout.members(stage)) > 1:
-        yield Action(Kind.RECVF, index, stage, peer=layout.ranks[first][0])
-    elif not place and layout.ranks[stage][0] == rank:
-        for other in range(first + 1, first + layout.positions):
-            if len(layout.members(other)) > 1:
-                for peer in layout.ranks[other]:
-                    yield Action(Kind.SENDF, index, stage, peer=peer)
 
 
 def versions(program: Program, _: Profile | None) -> Iterator[Broken]:
@@ -449,7 +434,7 @@ def _queue(
 
 def _content(program: Program, action: Action) -> tuple[bool, int, int]:
     """The content of a message: output or input gradient, of which stage and micro-batch."""
-    stage = stage_of(action) if action.kind in SENDS else far_stage(action, program.layout)
+    stage = stage_of(action) if action.kind in SENDS else far_stage(action)
     return action.kind in (Kind.SENDB, Kind.RECVB), stage, action.index
 
 

@@ -70,8 +70,8 @@ class Pipeline:
 
     ``placements`` puts each stage on tiles (``Tiles((2, 2))``) or on ranks that share samples
     (``Samples(2)``), as often as ``mesh`` has replicas. ``mirrored`` adds to each replica one on the same
-    ranks in opposite order, with ``num_microbatches`` of its own. ``tile_options``: ``overlap`` and
-    ``fuse_halo`` of ``spatial.shard``.
+    ranks in opposite order, with ``num_microbatches`` of its own. ``tile_options``: ``overlap`` of
+    ``spatial.shard``.
 
     ``delays`` says how many steps old the gradient is that each stage applies.
     """
@@ -457,7 +457,6 @@ class Hybrid:
         mirrored: bool = False,
         schedule: str = "1f1b",
         overlap: str = "auto",
-        fuse_halo: int | str = "auto",
         weights: WeightSource | None = None,
         timeout: float = 60.0,
         fabric: Fabric | None = None,
@@ -483,7 +482,7 @@ class Hybrid:
             cuts=range(needed),
             placements=placements,
             mirrored=mirrored,
-            tile_options={"overlap": overlap, "fuse_halo": fuse_halo},
+            tile_options={"overlap": overlap},
             fabric=ProcessFabric(timeout) if fabric is None else fabric,
             **options,
         )

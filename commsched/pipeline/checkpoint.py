@@ -25,9 +25,9 @@ from commsched.pipeline.messages import (
     everyones,
     from_first,
     receive_object,
-    receive_state,
+    receive_tree,
     send_object,
-    send_state,
+    send_tree,
 )
 from commsched.pipeline.random_state import random_state, set_random_state
 from commsched.pipeline.rows import Share
@@ -44,7 +44,7 @@ from scheduler.ir.program import LINK_LANE, RECV_LANE, Program
 # received first. Of micro-batches between forward and backward, the checkpoint keeps the inputs, the
 # version's number and the state of the random numbers; resuming repeats their forward.
 
-_PROGRESS = ("link", "waiting", "tokens", "complete", "stepped", "forwards")  # of the interpreter
+_PROGRESS = ("link", "complete", "stepped", "forwards")  # of the interpreter
 CLASSES = (Action, Kind, Description, Leaf, Share)
 """Besides tensors and Python's own types, all that a checkpoint consists of: what loading it must allow."""
 
@@ -124,8 +124,7 @@ def _under_way(pipeline: Running) -> list[Action]:
 
 def _sent(pipeline: Running, action: Action) -> Action:
     """The send in the peer's lane that a receive takes up."""
-    stage = far_stage(action, pipeline.layout)
-    wanted = (SENT_AS[action.kind], action.index, stage, pipeline.rank)
+    wanted = (SENT_AS[action.kind], action.index, far_stage(action), pipeline.rank)
     for sent in pipeline.program.kernel[peer_of(action)][LINK_LANE]:
         if (sent.kind, sent.index, sent.stage, sent.peer) == wanted:
             return sent
@@ -270,13 +269,11 @@ def _put_unsaved(module: nn.Module, unsaved: dict[str, Tensor | None], device: t
 def _reduce_again(pipeline: Running) -> None:
     """Reductions that were under way start over: the gradients are still there."""
     interpreter = pipeline._interpreter
-    waiting = {(action.stage, action.index, action.shift) for action in interpreter.waiting}
     for action in pipeline.program.kernel[pipeline.rank].get(LINK_LANE, ()):
         if action.kind in (Kind.RS, Kind.AR):
             number = stage_of(action)
             for period in range(interpreter.stepped[number] + 1, interpreter.complete[number] + 1):
-                if (number, action.index, period) not in waiting:
-                    pipeline._updates[number].reduce(period, action.index)
+                pipeline._updates[number].reduce(period, action.index)
 
 
 # -- the state of the whole model, which is spread over ranks ------------------------------------------------
@@ -386,7 +383,7 @@ def whole_training(pipeline: Running) -> dict[str, Any]:
                 "steps": update.taken,
             })  # fmt: skip
     ranks = range(fabric.size)
-    told = everyones(weights.lane, fabric.rank, ranks, mine, send_state, receive_state)
+    told = everyones(weights.lane, fabric.rank, ranks, mine, send_tree, receive_tree)
     parts = [part for _, part in sorted(item for each in told for item in each.items())]
     model = {key: value.clone() for key, value in weights.spare.items()}
     unsaved: dict[str, Tensor | None] = {}

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from comm_core import Traffic
 from commsched.pipeline.layers import Arguments
-from commsched.pipeline.messages import Description, Fabric, Inbox, Leaf, Outbox, is_gradient, no_gradient
+from commsched.pipeline.messages import Description, Fabric, Inbox, Outbox, is_gradient, no_gradient
 from commsched.pipeline.rows import (
     Cut,
     Cuts,
@@ -32,7 +32,7 @@ from commsched.pipeline.rows import (
 from commsched.pipeline.shares import Shares, Terms
 from commsched.pipeline.stage import Head, Loss, Micro, Stage, flattened
 from scheduler.ir.actions import HALOS, RECVS, TRANSFER, Action, Kind, peer_of, stage_of
-from scheduler.ir.layout import Layout, far_stage, is_token
+from scheduler.ir.layout import Layout, far_stage
 from scheduler.ir.program import Program
 
 # -- exchange, on one rank or between two --------------------------------------------------------------------
@@ -41,8 +41,6 @@ from scheduler.ir.program import Program
 
 Place = tuple[int, Micro]
 """Stage, and micro-batch and period."""
-
-_TOKEN = Description(None, (Leaf((1,), torch.int8),))
 
 
 class Values(NamedTuple):
@@ -142,11 +140,11 @@ class Exchange:
         """Whether an action of the link or recv lane has anything to do: messages without rows have not, and
         halos are exchanged by the operations of F and B themselves.
         """
-        if action.kind not in TRANSFER or self._divides_alike or is_token(action, self.layout):
+        if action.kind not in TRANSFER or self._divides_alike:
             return action.kind not in HALOS
         number, micro, peer = _place(action)
         mine = self.rows(number, self.rank, micro)
-        its = self.rows(far_stage(action, self.layout), peer, micro)
+        its = self.rows(far_stage(action), peer, micro)
         return max(mine[0], its[0]) < min(mine[1], its[1])
 
     # Towards the loss
@@ -284,13 +282,11 @@ class Exchange:
     # Shapes
 
     def _coming_gradient(self, action: Action) -> Description | None:
-        if is_token(action, self.layout):
-            return _TOKEN
         known = self.to_come.get(_place(action))
         return known or self.outbox.back(peer_of(action), self._shapes(stage_of(action), action))
 
     def _key(self, action: Action) -> Hashable:
-        if action.kind is Kind.RECVB or is_token(action, self.layout):
+        if action.kind is Kind.RECVB:
             return None
         return self._shapes(stage_of(action) - 1, action)
 

@@ -27,7 +27,7 @@ from commsched.pipeline.stage import Loss, Micro, Saved, Stage, Version
 from commsched.pipeline.update import Update
 from scheduler.ir.actions import TRANSFER, Action, Kind, last_gradient, position, stage_of
 from scheduler.ir.launches import can_block, launches
-from scheduler.ir.layout import Layout, is_token
+from scheduler.ir.layout import Layout
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE, Program, delays, reach, version
 
 
@@ -67,8 +67,6 @@ class Interpreter:
         self._per_period = {stage: len(self.layout.computed_by(self.rank, stage)) for stage in stages}
         self._tells, self._last = inputs.tells, self.layout.stages - 1
         self.link: deque[Action] = deque()
-        self.waiting: list[Action] = []  # reductions that need a token
-        self.tokens: set[tuple[int, int]] = set()
         self.complete: dict[int, int] = dict.fromkeys(stages, -1)  # the last period with all gradients
         self.stepped: dict[int, int] = dict.fromkeys(stages, -1)
         self.forwards: dict[int, int] = dict.fromkeys(stages, 0)
@@ -130,9 +128,7 @@ class Interpreter:
 
     def _tidy(self, iteration: int) -> None:
         """Periods that ended with an earlier iteration have been received everywhere, or will be."""
-        oldest = iteration - self._overlap
-        self.exchange.free_before(oldest)
-        self.tokens = {key for key in self.tokens if key[1] >= oldest}
+        self.exchange.free_before(iteration - self._overlap)
 
     def _now(self, lane: str, iteration: int, last: int | None) -> list[Action]:
         lowest, highest = -iteration, None if last is None else last - iteration
@@ -162,7 +158,6 @@ class Interpreter:
         self.exchange.outbox.settle()
         self.exchange.shares.settle()
         self.exchange.shares.clear()
-        self.tokens.clear()
         self._told = -1
 
     def _tell(self, action: Action, iteration: int) -> None:
@@ -245,17 +240,12 @@ class Interpreter:
 
     def _issue(self) -> None:
         """Starts what can be started of the link lane, in its order."""
-        self._release()
         while self.link and self._start(self.link[0]):
             self.link.popleft()
 
     def _start(self, action: Action) -> bool:
         stage = stage_of(action)
         complete = self.complete[stage] >= action.shift
-        if is_token(action, self.layout):
-            if complete:
-                self.exchange.outbox.send(action, [torch.zeros(1, dtype=torch.int8)])
-            return complete
         if action.kind is Kind.SENDF:
             return self.exchange.send_forward(action)
         if action.kind is Kind.SENDB:
@@ -269,34 +259,9 @@ class Interpreter:
             self.updates[stage].gather(action.index)
             return True
         if complete:
-            self.waiting.append(action)
-            self._release()
+            self.exchange.confirm()  # before the replicas hear that their sums are complete
+            self.updates[stage].reduce(action.shift, action.index)
         return complete
-
-    def _release(self, force: int | None = None) -> None:
-        """Starts reductions whose token has come; those of stage ``force`` wait for it."""
-        left = []
-        for action in self.waiting:
-            stage = stage_of(action)
-            if self._has_token(action, stage, wait=stage == force):
-                self.exchange.confirm()  # before the replicas hear that their sums are complete
-                self.updates[stage].reduce(action.shift, action.index)
-            else:
-                left.append(action)
-        self.waiting = left
-
-    def _has_token(self, action: Action, number: int, wait: bool) -> bool:
-        group, place = divmod(number, self.layout.positions)
-        if self.layout.placement != "aligned" or not place or (number, action.shift) in self.tokens:
-            return True
-        peer = self.layout.ranks[group * self.layout.positions][0]
-        index = self.layout.microbatches + group
-        token = Action(Kind.RECVF, index, number, peer=peer, shift=action.shift)
-        if not wait and token not in self.exchange.inbox.arrived:
-            return False
-        self.exchange.inbox.take(token)
-        self.tokens.add((number, action.shift))
-        return True
 
     def _step_together(self, actions: list[Action]) -> None:
         """The steps of a period after all its compute."""
@@ -318,7 +283,6 @@ class Interpreter:
         """Waits for the gradients of all replicas, which is no computation."""
         number = stage_of(action)
         self._issue()
-        self._release(force=number)
         self.exchange.confirm()
         self._wait_reduced(number)
         self.updates[number].collect(action.shift)
@@ -389,7 +353,7 @@ class Evaluation:
 
     def _of_one_period(self, program: Program, lane: str, kind: Kind) -> list[Action]:
         order = program.kernel[self.rank].get(lane, ())
-        places = [n for n, a in enumerate(order) if a.kind is kind and a.index < self.layout.microbatches]
+        places = [n for n, a in enumerate(order) if a.kind is kind]
         return [
             order[place].at(EVALUATED) for place in sorted(places, key=lambda place: position(order, place))
         ]

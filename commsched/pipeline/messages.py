@@ -434,18 +434,20 @@ def in_words(leaves: Sequence[Any]) -> str:
 
 
 def send_tree(lane: Lane, peer: int, tree: Any) -> list[Pending]:
-    """Any pytree of tensors and constants, with its description."""
-    leaves, spec = tree_flatten(tree)
-    described = Description.of(leaves, spec, [False] * len(leaves))
-    buffers = [to_host(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-    return [*send_object(lane, peer, described), lane.send(peer, buffers)]
+    """A pytree of tensors, which arrive in host memory, and of anything that can be pickled."""
+    outline = tree_map_only(Tensor, lambda tensor: Leaf(tuple(tensor.shape), tensor.dtype), tree)
+    tensors = [to_host(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [*send_object(lane, peer, outline), lane.send(peer, tensors)]
 
 
-def receive_tree(lane: Lane, peer: int, device: torch.device | None = None) -> Any:
-    described = receive_object(lane, peer)
-    buffers = described.buffers()
-    lane.receive(peer, buffers).wait()
-    return tree_unflatten(described.fill(buffers, device or torch.device("cpu")), described.spec)
+def receive_tree(lane: Lane, peer: int) -> Any:
+    leaves, spec = tree_flatten(receive_object(lane, peer))
+    found = [
+        torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") if isinstance(leaf, Leaf) else leaf
+        for leaf in leaves
+    ]
+    lane.receive(peer, [leaf for leaf in found if isinstance(leaf, Tensor)]).wait()
+    return tree_unflatten(found, spec)
 
 
 def send_object(lane: Lane, peer: int, value: Any) -> list[Pending]:
@@ -460,23 +462,6 @@ def receive_object(lane: Lane, peer: int) -> Any:
     data = torch.empty(int(size), dtype=torch.uint8)
     lane.receive(peer, [data]).wait()
     return pickle.loads(data.numpy().tobytes())
-
-
-def send_state(lane: Lane, peer: int, tree: Any) -> list[Pending]:
-    """A pytree of tensors in host memory, and of anything that can be pickled."""
-    outline = tree_map_only(Tensor, lambda tensor: Leaf(tuple(tensor.shape), tensor.dtype), tree)
-    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return [*send_object(lane, peer, outline), lane.send(peer, tensors)]
-
-
-def receive_state(lane: Lane, peer: int) -> Any:
-    leaves, spec = tree_flatten(receive_object(lane, peer))
-    found = [
-        torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") if isinstance(leaf, Leaf) else leaf
-        for leaf in leaves
-    ]
-    lane.receive(peer, [leaf for leaf in found if isinstance(leaf, Tensor)]).wait()
-    return tree_unflatten(found, spec)
 
 
 def everyones(

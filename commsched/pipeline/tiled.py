@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from commsched.channels import Channel, Parcel, Pending, SilentChannel
 from commsched.pipeline.rows import Cut, Part, border, entering, part_of
-from commsched.spatial.explain import backward_of_sums, fusion_of, naming
+from commsched.spatial.explain import backward_of_sums, naming
 from commsched.spatial.intervals import Split
 from commsched.spatial.layout import replicate
-from commsched.spatial.mesh import Mesh, Rates, current_mesh
+from commsched.spatial.mesh import Mesh, current_mesh
 from commsched.spatial.shard import meta_state, meta_tile, owned_outputs, shard
 from commsched.spatial.tile import Cut as TileCut
 from commsched.spatial.tile import Cuts, Tile, local_of
@@ -163,13 +163,11 @@ def explain_stages(
     dtype: torch.dtype = torch.float32,
     *,
     overlap: str = "auto",
-    fuse_halo: int | str = "off",
-    rates: Rates | None = None,
 ) -> StagesReport:
     """The bytes of one micro-batch of images of this shape, in one replica: halos of every pair of tiles, and
     what every pair of ranks of neighbouring stages exchanges. Without the loss.
 
-    ``stages`` are not changed and nothing is computed or sent. The options are those of `explain`.
+    ``stages`` are not changed and nothing is computed or sent.
     Operations that `Hybrid` refuses on tiles are refused here, too.
     """
     if len(stages) != len(placements):
@@ -192,7 +190,7 @@ def explain_stages(
             values = _outputs(functional_call(stage, meta_state(stage), (whole,)), None, number)
             borders.append(None)
         else:
-            dry = _Dry(stage, tiles, entered, overlap, fuse_halo, rates)
+            dry = _Dry(stage, tiles, entered, overlap)
             values = _outputs(dry.output, tiles if number + 1 < len(stages) else None, number)
             flows += dry.flows(number, ranks[number])
             borders.append(dry.border)
@@ -216,15 +214,7 @@ def _outputs(output: Any, tiles: Tiles | None, number: int) -> _Values:
 class _Dry:
     """Forward and backward of every tile of a stage, on the meta device."""
 
-    def __init__(
-        self,
-        stage: nn.Module,
-        tiles: Tiles,
-        entered: _Values,
-        overlap: str,
-        fuse_halo: int | str,
-        rates: Rates | None,
-    ) -> None:
+    def __init__(self, stage: nn.Module, tiles: Tiles, entered: _Values, overlap: str) -> None:
         self.stage, self.tiles, self.entered = stage, tiles, entered
         self.sent: list[tuple[Counter[int], Counter[int]]] = []
         self.output: Any = None
@@ -232,12 +222,8 @@ class _Dry:
         for tile in range(tiles.size):
             mesh = Mesh(_Counting(tile, tiles.size), tiles.grid, tiles.dims, overlap=overlap)
             mesh.dry = True
-            if not tile:
-                fusion, _ = fusion_of(stage, self._inputs(mesh), mesh, fuse_halo, rates)
-            mesh.fusion, mesh.visits = fusion, []
             self._run(mesh)
-            work = sum(visit.work for visit in mesh.visits)
-            alone = max(alone, 1 - sum(visit.interior for visit in mesh.visits) / work if work else 1.0)
+            alone = max(alone, 1 - mesh.hiding / mesh.work if mesh.work else 1.0)
         most = [max(sum(sent[way].values()) for sent in self.sent) for way in (0, 1)]
         self.border = Border(float(most[0]), float(most[1]), alone) if any(most) else None
 

@@ -17,13 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from commsched.channels import SilentChannel
 from commsched.spatial.api import even_cuts
-from commsched.spatial.mesh import Mesh, Rates
+from commsched.spatial.mesh import Mesh
 from commsched.spatial.shard import (
-    Fusion,
     call_without_data,
-    cheapest,
-    dry_runner,
-    find_fusion,
     meta_state,
     meta_tile,
     name_hooks,
@@ -58,7 +54,6 @@ class Report:
     ranks: list[RankReport]
     unsupported: list[str]
     whole_peak: int
-    blocks: list[list[str]] = field(default_factory=list)
 
     def __str__(self) -> str:
         grid = "x".join(map(str, self.grid))
@@ -78,7 +73,6 @@ class Report:
             )
         whole = sum((rank.gathered for rank in self.ranks), Counter())
         lines += [f"{name} gathers {size:,} bytes for all ranks" for name, size in whole.items()]
-        lines += [f"one halo of {block[0]} for {', '.join(block[1:])}" for block in self.blocks]
         lines.append(f"one process: holds {self.whole_peak:,} bytes of activations at most")
         lines.append(f"not supported: {', '.join(self.unsupported) or 'nothing'}")
         return "\n".join(lines)
@@ -92,50 +86,20 @@ def explain(
     dtype: torch.dtype = torch.float32,
     *,
     overlap: str = "auto",
-    fuse_halo: int | str = "off",
-    rates: Rates | None = None,
 ) -> Report:
     """Halo bytes per module, peak activation memory per rank and unsupported operations of a training step.
 
     ``model`` is not changed and nothing is computed or sent. The step is forward and backward of the sum of
     the outputs; an unsupported operation is counted as if the whole image were gathered for it.
-    ``fuse_halo="auto"`` needs the ``rates`` that a sharded model measured (``current_mesh().rates``).
     """
     refused: list[str] = []
-    mesh = Mesh(SilentChannel(0, prod(grid)), grid, dims, "gather")
-    fusion, blocks = fusion_of(
-        model, meta_tile(shape, dtype, mesh, even_cuts(mesh, shape)), mesh, fuse_halo, rates
-    )
     ranks = []
     for rank in range(prod(grid)):
         mesh = Mesh(SilentChannel(rank, prod(grid)), grid, dims, "gather", overlap)
-        mesh.refused, mesh.fusion = refused, fusion
+        mesh.refused = refused
         ranks.append(_rank_report(model, tuple(shape), dtype, mesh))
     whole = _plain_peak(model, shape, dtype)
-    return Report(tuple(shape), tuple(grid), ranks, list(dict.fromkeys(refused)), whole, blocks)
-
-
-def fusion_of(
-    model: nn.Module, inputs: Any, mesh: Mesh, option: int | str, rates: Rates | None
-) -> tuple[Fusion, list[list[str]]]:
-    """The operations that share a halo: the reach of the first operation of each block, and the blocks."""
-    if option in ("off", 1):
-        return {}, []
-    if option == "auto" and rates is None:
-        raise ValueError(
-            "explain with fuse_halo='auto' needs rates=: seconds per fetch, byte and multiplication"
-        )
-    with naming(model, mesh):
-        run = dry_runner(model, (inputs,), {}, mesh)
-        fusion = find_fusion(run, option) if isinstance(option, int) else cheapest(run, rates)  # type: ignore[arg-type]
-        fetching = {visit.site for visit in run(fusion) if visit.fetches}
-        blocks: list[list[str]] = []
-        for site in dict.fromkeys(visit.site for visit in run({}) if visit.fetches):
-            if site in fetching:
-                blocks.append([site[0]])
-            else:
-                blocks[-1].append(site[0])
-    return fusion, [block for block in blocks if len(block) > 1]
+    return Report(tuple(shape), tuple(grid), ranks, list(dict.fromkeys(refused)), whole)
 
 
 @contextmanager

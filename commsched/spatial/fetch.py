@@ -57,10 +57,6 @@ class Rect:
     def shape(self) -> tuple[int, ...]:
         return tuple(hi - lo for lo, hi in self.src)
 
-    @property
-    def pixels(self) -> int:
-        return prod(self.shape)
-
 
 RectsByPeer = tuple[tuple[int, tuple[Rect, ...]], ...]
 
@@ -84,9 +80,6 @@ class ExchangePlan:
         """Whether the result is one unflipped rectangle of this rank's own tile."""
         one = len(self.own) == 1 and not self.own[0].flips and self.own[0].shape == self.wanted
         return one and not self.sends and not self.recvs
-
-    def sent_pixels(self) -> int:
-        return sum(rect.pixels for _, rects in self.sends for rect in rects)
 
 
 def _rects(have: Slices, origin: tuple[int, ...], wants: tuple[Want, ...]) -> Iterator[Rect]:
@@ -514,10 +507,10 @@ def _check_version(tensor: Tensor, version: int) -> None:
         )
 
 
-def hooks_decide(unknown: bool) -> bool:
-    """Whether hooks of the user decide what autograd keeps; ``unknown`` in torch 2.6, which cannot tell."""
+def _hooks_decide() -> bool:
+    """Whether hooks of the user decide what autograd keeps; torch 2.6 cannot tell."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return unknown if top is None else bool(top(True))
+    return top is None or bool(top(True))
 
 
 def compact(
@@ -527,7 +520,7 @@ def compact(
 
     If saved-tensor hooks of the user are active (activation checkpointing, offloading), they apply instead.
     """
-    if buffer is tile or not torch.is_grad_enabled() or hooks_decide(unknown=True):
+    if buffer is tile or not torch.is_grad_enabled() or _hooks_decide():
         return nullcontext()
     source, version = tile.detach(), tile._version
     address, shape = buffer.data_ptr(), buffer.shape  # not the buffer itself: autograd keeps these functions

@@ -41,7 +41,8 @@ def want_length(want: Want) -> int:
 class Split:
     """The owners of the pixels of one dimension: part ``i`` owns ``[bounds[i], bounds[i+1])``.
 
-    ``margin``: pixels beyond its own that a part also holds (a wide halo), clipped at the image's border.
+    ``margin``: pixels beyond its own that a part also holds, clipped at the image's border: the halo of a
+    block that is computed alone.
     """
 
     bounds: tuple[int, ...]
@@ -203,14 +204,14 @@ class Padding:
         size = self.size + self.before + self.after
         inner = (min(max(bound + self.before, 0), size) for bound in source.bounds[1:-1])
         out = Split((0, *inner, size))
-        return out.with_margin(spare_margin(self, source, out) or (0, 0))
+        return out.with_margin(spare_margin(self, source, out))
 
 
-def spare_margin(window: Window | TransposedWindow | Padding, source: Split, out: Split) -> Interval | None:
-    """Outputs beyond its own that every part can compute from the pixels it holds; None: not even its own."""
-    if not _computable(window, source, out, (0, 0)):
-        return None
-    most = (max(source.margin) + 1) * window.stride + window.span if any(source.margin) else 0
+def spare_margin(window: Window | TransposedWindow | Padding, source: Split, out: Split) -> Interval:
+    """Outputs beyond its own that every part can compute from the pixels it holds."""
+    if not any(source.margin) or not _computable(window, source, out, (0, 0)):
+        return 0, 0
+    most = (max(source.margin) + 1) * window.stride + window.span
     before = after = 0
     while before < most and _computable(window, source, out, (before + 1, 0)):
         before += 1

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from hashlib import blake2b
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,34 +21,6 @@ from commsched.spatial.intervals import Split
 
 # With fewer multiplications in the interior, splitting an operation costs more than waiting for the halo.
 OVERLAP_WORK = 1 << 27
-
-
-Site = tuple[str, int, tuple[int, ...]]  # module, which of its operations, global shape of the input
-
-
-class Visit(NamedTuple):
-    """One windowed operation of a forward: does it fetch, what it sends and how much it computes.
-
-    It reads ``halo`` pixels beyond a part, and ``step`` more for each output beyond its own; ``room`` is the
-    smallest part's length in outputs. ``interior`` is the work that is done while its halo travels.
-    """
-
-    site: Site
-    fetches: bool
-    sent: int
-    work: int
-    halo: int
-    step: float
-    room: int
-    interior: int = 0
-
-
-class Rates(NamedTuple):
-    """Seconds per fetch, per byte of it, and per multiplication."""
-
-    latency: float
-    per_byte: float
-    per_multiplication: float
 
 
 class NeedsOthersError(Exception):
@@ -79,12 +51,9 @@ class Mesh:
         self._check()
         self.coords = tuple(product(*(range(parts) for parts in self.grid)))
         self.names: list[str] = []
-        self.ordinals: list[int] = []  # how many operations each of the running modules has done
-        self.fusion: dict[Site, int] = {}  # how many pixels beyond its own a site computes
-        self.visits: list[Visit] | None = None  # kept in dry runs
         self.dry = False  # nothing is computed or sent
+        self.work = self.hiding = 0  # in dry runs: multiplications of windows, and those done beside halos
         self.alone = False  # the tiles are blocks, each of which is computed alone
-        self.rates: Rates | None = None
         self.device_mesh: Any = None  # of DTensors on the same ranks
         self.traffic: Counter[str] = Counter()
         self.gathered: Counter[str] = Counter()  # bytes of whole tensors that it received, by module
@@ -163,13 +132,6 @@ class Mesh:
         """An operation joins the two ends of the image."""
         if self.alone:
             raise NeedsOthersError("it joins the two ends of the image")
-
-    def site(self, shape: Sequence[int]) -> Site:
-        """Name the operation that starts now, with the same name in every run of the model."""
-        ordinal = self.ordinals[-1] if self.ordinals else 0
-        if self.ordinals:
-            self.ordinals[-1] += 1
-        return self.module, ordinal, tuple(shape)
 
     def overlaps(self, work: int) -> bool:
         """Whether an operation with ``work`` multiplications in its interior is split to overlap its halo."""

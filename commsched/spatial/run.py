@@ -72,7 +72,7 @@ def run(
     with torch.no_grad(), use_mesh(mesh):
         if blocks is not None:
             return _Blocks(model, load, mesh, blocks).compute(out)
-        shard(model, grid, dims, fuse_halo="off", timeout=timeout, channel=channel)
+        shard(model, grid, dims, timeout=timeout, channel=channel)
         try:
             part = load(tile_bounds(load.shape, mesh))
             result = model(from_local(part, load.whole(part), current_mesh()))

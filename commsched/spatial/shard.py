@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
-import statistics
-import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from math import prod
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -33,7 +27,7 @@ from commsched.errors import CommError
 from commsched.pipeline.random_state import numpy_state, python_state, set_numpy_state, set_python_state
 from commsched.process.network import chosen_interface, own_addresses
 from commsched.spatial.layout import Folded, trimmed
-from commsched.spatial.mesh import Mesh, Rates, SharedGenerators, Site, Visit, everyone, exchanged, set_mesh
+from commsched.spatial.mesh import Mesh, SharedGenerators, exchanged, set_mesh
 from commsched.spatial.tile import Cuts, Tile, cut_axes, refuse_compiling, tiles_in, tree_map
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -47,7 +41,6 @@ def shard(
     *,
     replicas: int = 1,
     overlap: str = "auto",
-    fuse_halo: int | str = "auto",
     unsupported: str = "error",
     timeout: float = 60.0,
     channel: Channel | None = None,
@@ -57,22 +50,18 @@ def shard(
     The model stays what it is: the same object, modules, parameter names and ``state_dict``. Ranks form
     ``replicas`` groups of ``prod(grid)`` consecutive ranks, each of which shares one image cut along
     ``dims``. ``overlap`` is ``"on"`` to compute the interior of every convolution and pooling while its halo
-    travels, ``"off"``, or ``"auto"`` for those large enough to gain. ``fuse_halo`` is how many operations
-    share one wide halo, ``"off"`` (1), or ``"auto"`` to let a cost model with measured rates choose; rank 0's
-    measurement holds for all. ``unsupported`` says what happens to an operation that mixes pixels in a way
-    not known here: ``"error"``, or ``"gather"`` to run it on the whole image on every rank. The mesh becomes
-    the default of `scatter` and `gather`.
+    travels, ``"off"``, or ``"auto"`` for those large enough to gain. ``unsupported`` says what happens to an
+    operation that mixes pixels in a way not known here: ``"error"``, or ``"gather"`` to run it on the whole
+    image on every rank. The mesh becomes the default of `scatter` and `gather`.
     """
-    if not (fuse_halo in ("auto", "off") or (isinstance(fuse_halo, int) and fuse_halo >= 1)):
-        raise ValueError(f"fuse_halo must be 'auto', 'off' or a number of operations, got {fuse_halo!r}")
     name = type(model).__name__
     channel = channel or default_channel(name, tuple(grid), replicas, timeout)
     parameters = sum(p.numel() for p in model.parameters())
-    options = f"fuse_halo {fuse_halo}, unsupported {unsupported}, {parameters} parameters"
+    options = f"unsupported {unsupported}, {parameters} parameters"
     agree(channel, f"{name}: shard", f"grid {tuple(grid)}, dims {tuple(dims)}, {options}")
     mesh = Mesh(channel, grid, dims, unsupported, overlap)
     unshard(model)
-    forward = _Forward(mesh, name, fuse_halo)
+    forward = _Forward(mesh, name)
     model.register_forward_pre_hook(forward.begin, with_kwargs=True)
     for path, module in model.named_modules():
         name_hooks(module, mesh, path, type(module).__name__)
@@ -249,14 +238,13 @@ class _Detached:
 class _Forward(_Attached):
     """Hooks before and after each forward of a sharded model."""
 
-    def __init__(self, mesh: Mesh, name: str, fuse_halo: int | str) -> None:
-        self._mesh, self._name, self._fuse_halo = mesh, name, fuse_halo
-        self._fusions: dict[tuple[str, str], Fusion] = {}
+    def __init__(self, mesh: Mesh, name: str) -> None:
+        self._mesh, self._name = mesh, name
         self._generators: SharedGenerators | None = None
         self._compared = False  # the ranks' weights, in the first forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        return _Forward(self._mesh, self._name, self._fuse_halo)
+        return _Forward(self._mesh, self._name)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Check that all ranks run the same image and share the random state."""
@@ -285,17 +273,7 @@ class _Forward(_Attached):
         self._compared = True
         if mesh.channel.own_generator and len({theirs[:_DIGEST] for theirs in heard}) > 1:
             generators.share(mesh, self._name)
-        try:
-            known = (shapes, modes)
-            fusion = self._fusions.get(known)
-            if fusion is None:
-                fusion = choose(module, args, kwargs, mesh, self._fuse_halo)
-            if fusion is not None:
-                self._fusions[known] = fusion
-        except BaseException:
-            generators.restore()
-            raise
-        mesh.fusion, self._generators = fusion or {}, generators
+        self._generators = generators
         return args, kwargs
 
     def _adopted(self, value: Any) -> Any:
@@ -342,184 +320,23 @@ class _Named(_Attached):
 
     def enter(self, module: nn.Module, args: Any) -> None:
         self._mesh.names.append(self._name)
-        self._mesh.ordinals.append(0)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._mesh.names and self._mesh.names[-1] == self._name:  # else the pre-hook has raised
             self._mesh.names.pop()
-            self._mesh.ordinals.pop()
 
 
-# -- wide halos: one fetch for several operations, which compute some pixels twice ---------------------------
-
-# The operations compute some pixels beyond their own instead of fetching them. An operation that must fetch
-# is a *site*. The first of a group of consecutive sites fetches a halo that is wide enough for all of them.
-# Dry runs of the same code on the meta device find the width.
-
-Fusion = dict[Site, int]
-DryRun = Callable[[Fusion], list[Visit]]
-_GROUPS = (2, 3, 4, 6, 8)  # group sizes that "auto" tries, until the cost rises
-_WORTH = 1.05  # skip the search where halo waits are below 5 % of the compute: fusion cannot save more
+# -- forwards without data, for what a model sends and holds, and the halos of blocks -----------------------
 
 
-def find_fusion(dry_run: DryRun, group: int) -> Fusion:
-    """The reach that the first of each ``group`` consecutive sites needs so that the others need no fetch."""
-    visits = {visit.site: visit for visit in dry_run({}) if visit.fetches}
-    sites = list(visits)
-    blocks = [_Block([visits[site] for site in sites[i : i + group]]) for i in range(0, len(sites), group)]
-    while True:
-        blocks = [block for block in blocks if len(block.visits) > 1]
-        if all(block.low + 1 >= block.high for block in blocks):
-            return {block.first: block.high for block in blocks}
-        reach = {block.first: block.guess for block in blocks}
-        fetching = {visit.site for visit in dry_run(reach) if visit.fetches}
-        for block in blocks:
-            block.learn(not any(visit.site in fetching for visit in block.visits[1:]))
-
-
-class _Block:
-    """Sites that share one halo, and the bisection for its width."""
-
-    def __init__(self, visits: list[Visit]) -> None:
-        self.visits = visits
-        self._begin()
-
-    def _begin(self) -> None:
-        self.low, self.high = 0, 1 << 30
-        self.guess = 0
-        for visit in reversed(self.visits[1:]):  # as if each read what the one before wrote
-            self.guess = math.ceil(self.guess * visit.step) + visit.halo
-        self.guess = max(1, min(self.guess, self.visits[0].room))
-
-    @property
-    def first(self) -> Site:
-        return self.visits[0].site
-
-    def learn(self, enough: bool) -> None:
-        if self.low + 1 >= self.high:
-            return
-        if enough:
-            self.high = self.guess
-        else:
-            self.low = self.guess
-        if self.low >= self.visits[0].room:  # the last site reads another tensor, or the tiles are too small
-            self.visits.pop()
-            self._begin()
-            return
-        self.guess = (
-            min(2 * self.low, self.visits[0].room) if self.high == 1 << 30 else (self.low + self.high) // 2
-        )
-        if self.low + 1 >= self.high:
-            self.guess = self.high
-
-
-def cost(visits: Sequence[Visit], rates: Rates) -> float:
-    """Seconds that a forward waits for halos and computes."""
-    waits = sum(rates.latency + visit.sent * rates.per_byte for visit in visits if visit.fetches)
-    return waits + sum(visit.work for visit in visits) * rates.per_multiplication
-
-
-def cheapest(dry_run: DryRun, rates: Rates) -> Fusion:
-    """The best of a few group sizes by the cost model."""
-    best: Fusion = {}
-    visits = dry_run({})
-    least, computing = cost(visits, rates), cost(visits, rates._replace(latency=0.0, per_byte=0.0))
-    if least < _WORTH * computing:
-        return best
-    for group in _GROUPS:
-        fusion = find_fusion(dry_run, group)
-        price = cost(dry_run(fusion), rates)
-        if price >= least:
-            break
-        best, least = fusion, price
-    return best
-
-
-def measure(mesh: Mesh) -> Rates:
-    """Measure latency and bandwidth of the mesh and the speed of a convolution; rank 0's figures on every
-    rank.
-    """
-    axes = tuple(range(len(mesh.grid)))
-
-    def exchange(count: int) -> float:
-        buffer = torch.zeros(count, dtype=torch.uint8)
-        return statistics.median([_timed(lambda: everyone(buffer, mesh, axes, "measure")) for _ in range(5)])
-
-    small, large = exchange(64), exchange(1 << 20)
-    image, weight = torch.ones(1, 16, 64, 64), torch.ones(16, 16, 3, 3)  # no numbers of the user's generator
-    conv = statistics.median([_timed(lambda: torch.conv2d(image, weight, padding=1)) for _ in range(5)])
-    work = weight.numel() * 64 * 64
-    mine = torch.tensor([small, max(large - small, 0.0) / (1 << 20), conv / work], dtype=torch.float64)
-    return Rates(*everyone(mine, mesh, axes, "measure")[0].tolist())
-
-
-def _timed(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def dry_runner(model: nn.Module, args: Any, kwargs: Any, mesh: Mesh) -> DryRun:
-    """Runs ``model`` without data, for the sites it visits.
-
-    Every rank runs the first rank's part: costs differ from part to part, and all ranks must choose the same.
-    """
-    dry = Mesh(SilentChannel(0, mesh.size), mesh.grid, mesh.dims, mesh.unsupported, "off")
-    dry.dry = True
-    dry.names, dry.ordinals = mesh.names, mesh.ordinals  # the model's hooks keep those
-    state = meta_state(model)
-
-    def as_meta(value: Tensor) -> Tensor:
-        if isinstance(value, Tile):
-            return meta_tile(value.shape, value.dtype, dry, value.cuts)
-        return value.detach().to("meta")
-
-    plain_args, plain_kwargs = tree_map(as_meta, (args, kwargs))
-
-    def forward(fusion: Fusion) -> list[Visit]:
-        dry.fusion, dry.visits = fusion, (visits := list[Visit]())
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            call_without_data(model, state, plain_args, plain_kwargs)
-        return visits
-
-    def run(fusion: Fusion) -> list[Visit]:
-        try:
-            with _without_hooks(model):
-                return forward(fusion)
-        except Exception:  # the model may need them to run
-            return forward(fusion)
-
-    return run
-
-
-@contextmanager
-def _without_hooks(model: nn.Module) -> Iterator[None]:
-    """Hide the users' forward hooks, which may collect what they see, but not ours and torch's."""
-    kept = [
-        (hooks, dict(hooks)) for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)
-    ]
-    for hooks, all_hooks in kept:
-        for key, hook in all_hooks.items():
-            if not (_is_ours(hook) or str(getattr(hook, "__module__", "")).startswith("torch.")):
-                del hooks[key]
-    try:
-        yield
-    finally:
-        for hooks, all_hooks in kept:
-            hooks.clear()
-            hooks.update(all_hooks)
-
-
-def call_without_data(
-    model: nn.Module, state: dict[str, Tensor], args: Any, kwargs: Any = MappingProxyType({})
-) -> Any:
+def call_without_data(model: nn.Module, state: dict[str, Tensor], args: Any) -> Any:
     """Return what the forward returns with such a state. The model is as before: forwards count their calls,
     keep grids that they have made for a device, collect losses in lists, and draw random numbers.
     """
     kept = [(module, _contents(module)) for module in model.modules()]
     numbers = python_state(), numpy_state()
     try:
-        return functional_call(model, state, args, dict(kwargs))
+        return functional_call(model, state, args)
     finally:
         set_python_state(numbers[0])
         set_numpy_state(numbers[1])
@@ -568,29 +385,3 @@ def meta_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, 
         else:
             state[name] = tensor.detach().clone()
     return state
-
-
-def choose(model: nn.Module, args: Any, kwargs: Any, mesh: Mesh, option: int | str) -> Fusion | None:
-    """The fusion for these inputs: groups of ``option`` sites, or the cheapest by the cost model.
-
-    None if the model raised: the forward itself must raise that, after what it changes before.
-    """
-    if option == "off" or option == 1 or mesh.size == 1:
-        return {}
-    dry_run = dry_runner(model, args, kwargs, mesh)
-    if option == "auto" and mesh.rates is None:
-        mesh.rates = measure(mesh)
-    try:
-        if isinstance(option, int):
-            return find_fusion(dry_run, option)
-        assert mesh.rates is not None
-        return cheapest(dry_run, mesh.rates)
-    except (RuntimeError, NotImplementedError) as error:
-        # The model reads tensor values, which a dry run does not have.
-        warnings.warn(
-            f"fuse_halo={option!r} is off: {type(model).__name__} cannot run without data ({error})",
-            stacklevel=2,
-        )
-        return {}
-    except Exception:
-        return None

@@ -65,7 +65,6 @@ def train(plan: StagePlan) -> None:
         replicas=plan.options.replicas,
         mirrored=plan.mirrored,
         overlap=plan.options.overlap,
-        fuse_halo=plan.options.fused_layers if plan.options.halo_D2 else "off",
     )
     optimizer = torch.optim.SGD(trainer.parameters(), lr=0.01)
     seconds, losses = [], []

@@ -271,7 +271,7 @@ def train(plan: StagePlan, stages: list[Any], placements: list[Any]) -> dict[str
         cuts=range(len(placements)),
         placements=placements,
         mirrored=plan.mirrored,
-        tile_options={"overlap": o.overlap, "fuse_halo": o.fused_layers if o.halo_D2 else "off"},
+        tile_options={"overlap": o.overlap},
     )
     settings = TrainingSettings(
         rows=plan.images,

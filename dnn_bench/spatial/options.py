@@ -46,11 +46,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--times", type=int, default=1, help="gems: batches of a step")
     add("--local-DP", type=int, default=1, help="ranks that share the samples of later stages")
     add("--replicas", type=int, default=1, help="data-parallel replicas")
-    add("--halo-D2", action="store_true", help="one wide halo for several layers")
-    add("--fused-layers", type=int, default=2, help="with --halo-D2: layers that share one halo")
     add("--overlap", choices=("auto", "on", "off"), default="auto", help="compute interiors during exchanges")
-    text = "gems: accepted for MPI4DL's scripts; sums over mirrored replicas always run beside other work"
+    accepted = "accepted for MPI4DL's scripts; "
+    text = accepted + "sums over mirrored replicas always run beside other work"
     add("--enable-master-comm-opt", action="store_true", help=text)
+    add("--halo-D2", action="store_true", help=accepted + "every layer fetches a halo of its own")
+    add("--fused-layers", help=accepted + "see --halo-D2")
     _add_files(command.add_argument_group("training on files").add_argument)
     add_run(command, warmup=2, iterations=5)
     return command.parse_args(arguments)
@@ -111,7 +112,7 @@ def read(arguments: list[str]) -> StagePlan:
 def _check(o: argparse.Namespace, mirrored: bool, spatial: int) -> None:
     """Options that do not go together."""
     counts = "image_size batch_size num_classes split_size parts times local_DP replicas".split()
-    check_least(o, 1, *counts, "fused_layers", "iterations")
+    check_least(o, 1, *counts, "iterations")
     if o.batch_size % o.parts:
         raise ValueError(
             f"--parts {o.parts} must divide --batch-size {o.batch_size}: micro-batches are equally large"

@@ -95,7 +95,7 @@ def launches(lanes: Sequence[Lanes], layout: Layout) -> list[list[list[Action]]]
         for rank, _ in ready:
             while going[rank] and computation(going[rank][0]) in done[rank]:
                 send = going[rank].popleft()
-                peer, far = peer_of(send), far_stage(send, layout)
+                peer, far = peer_of(send), far_stage(send)
                 receive = coming[peer].pop((_RECEIVED_AS[send.kind], far, send.index, send.shift, rank))
                 missing[peer][computation(receive)] -= 1
                 found[rank][-1].append(send)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from scheduler.ir.actions import Action, Kind, stage_of
 from scheduler.ir.inputs import Microbatches
 
-PLACEMENTS = ("eager", "bubble", "aligned")
+PLACEMENTS = ("eager", "bubble")
 REDUCTIONS = ("scatter", "masters")
 
 
@@ -163,15 +163,8 @@ class Layout:
         return {others[number]: share for number, share in parts}
 
 
-def is_token(action: Action, layout: Layout) -> bool:
-    """Whether a message carries no data but the news that a backward has ended."""
-    return action.kind in (Kind.SENDF, Kind.RECVF) and action.index >= layout.microbatches
-
-
-def far_stage(action: Action, layout: Layout) -> int:
-    """The stage that data goes to or comes from; tokens come from the first stage of their group."""
-    if is_token(action, layout):
-        return stage_of(action) // layout.positions * layout.positions
+def far_stage(action: Action) -> int:
+    """The stage that data goes to or comes from."""
     return stage_of(action) + (1 if action.kind in (Kind.SENDF, Kind.RECVB) else -1)
 
 

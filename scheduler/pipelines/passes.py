@@ -15,7 +15,7 @@ from scheduler.ir.actions import (
     position,
     stage_of,
 )
-from scheduler.ir.layout import Layout, far_stage, is_token
+from scheduler.ir.layout import Layout, far_stage
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE
 from scheduler.pipelines.schedules import Order
 
@@ -147,9 +147,6 @@ def with_steps(order: Sequence[Action], relaxed: Container[int]) -> tuple[Action
 #
 # ``eager``    RS as the last backward's gradients appear, before its input gradient goes upstream; AG at once
 # ``bubble``   the gradient goes upstream first; RS, step and AG then have the stage's own slack
-# ``aligned``  as ``bubble``, but no stage of a group starts before the group's first one has ended its
-#              backward: that rank sends the others a message without content, numbered above the
-#              micro-batches
 #
 # The halos that the tiles of a stage exchange stand in ``link`` with the forward or backward they belong to.
 
@@ -198,8 +195,6 @@ class Traffic:
             if self.layout.placement == "eager":
                 yield from reduces
             yield from self._send(rank, action)
-            if place in complete:
-                yield from self._tokens(rank, action)
             if self.layout.placement != "eager":
                 yield from reduces
             if action.kind is Kind.STEP and self.layout.reduction == "scatter":
@@ -224,18 +219,6 @@ class Traffic:
             for bucket in self.buckets[stage][:: -1 if first_due else 1]:
                 yield Action(kind, bucket, stage, shift=shift)
 
-    def _tokens(self, rank: int, action: Action) -> Iterator[Action]:
-        """To the stages of the same group: that its first stage has ended its last backward."""
-        first = stage_of(action)
-        group, place = divmod(first, self.layout.positions)
-        if self.layout.placement != "aligned" or place or self.layout.ranks[first][0] != rank:
-            return
-        for stage in range(first + 1, first + self.layout.positions):
-            if len(self.layout.members(stage)) > 1:
-                for peer in self.layout.ranks[stage]:
-                    index = self.layout.microbatches + group
-                    yield Action(Kind.SENDF, index, first, peer=peer, shift=action.shift)
-
     def _receives(self, rank: int) -> tuple[Action, ...]:
         """The messages to this rank, in the order in which they are needed; from each peer in the order in
         which that peer sends them, since a wire may deliver by order alone.
@@ -246,25 +229,17 @@ class Traffic:
         needed = sorted(coming, key=lambda item: self._needed_at(rank, item[0], item[1], places))
         arriving = [(peer, next(by_peer[peer])) for peer, _ in needed]
         return tuple(
-            Action(_RECEIVED[sent.kind], sent.index, self._receiver(rank, sent), peer=peer, shift=sent.shift)
+            Action(_RECEIVED[sent.kind], sent.index, far_stage(sent), peer=peer, shift=sent.shift)
             for peer, sent in arriving
         )
 
-    def _receiver(self, rank: int, sent: Action) -> int:
-        other = far_stage(sent, self.layout)
-        if is_token(sent, self.layout):
-            return next(s for s in self.layout.held_by(rank) if other <= s < other + self.layout.positions)
-        return other
-
     def _needed_at(self, rank: int, peer: int, sent: Action, places: Mapping[Key, int]) -> int:
         """``places``: where in the rank's compute lane each action stands."""
-        order, stage = self.compute[rank], self._receiver(rank, sent)
-        if is_token(sent, self.layout):
-            return position(order, last_gradient(order, stage))
+        stage = far_stage(sent)
         kind = Kind.F if sent.kind is Kind.SENDF else Kind.B
         place = places.get((kind, stage, sent.index))
         if place is None:
             raise ValueError(
                 f"rank {peer} sends {sent}, but rank {rank} never does {stage}{kind}{sent.index}"
             )
-        return position(order, place)
+        return position(self.compute[rank], place)

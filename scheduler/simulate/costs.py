@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from scheduler.ir.actions import COLLECTIVE, HALOS, RECVS, Action, Kind, peer_of, stage_of
-from scheduler.ir.layout import Layout, far_stage, is_token
+from scheduler.ir.layout import Layout, far_stage
 from scheduler.ir.link import Cluster, Links, named_link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, Program, moments, settled, unroll
@@ -146,9 +146,7 @@ class Durations:
         return max(self.wires.message(rank, peer, size) for peer in tiles if peer != rank)
 
     def _message(self, rank: int, action: Action) -> float:
-        if is_token(action, self.layout):
-            return 0.0
-        number, other = stage_of(action), far_stage(action, self.layout)
+        number, other = stage_of(action), far_stage(action)
         size = self.stages[number].outputs if other > number else self.stages[number].inputs
         return size * self.layout.overlaps(number, rank, other, action.index).get(peer_of(action), 0.0)
 

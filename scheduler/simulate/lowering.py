@@ -20,7 +20,7 @@ from scheduler.ir.actions import (
     peer_of,
     stage_of,
 )
-from scheduler.ir.layout import far_stage, is_token
+from scheduler.ir.layout import far_stage
 from scheduler.ir.link import Links, Occupancy, named_link
 from scheduler.ir.profile import Profile
 from scheduler.ir.program import COMPUTE_LANE, LINK_LANE, RECV_LANE, Lanes, Program, buckets_of
@@ -212,8 +212,7 @@ def _with_updates(program: Program, profile: Profile, lanes: Lanes) -> dict[str,
 #              version; with a sharded step for the AGs, bucket by bucket unless they are placed ``eager``
 #     B        waits for F, and for RECVB (or B of the next stage on the same rank); W for B
 #     SEND     waits for what it sends; RECV for the SEND of the peer
-#     RS, AR   wait for the stage's gradient of every micro-batch, in the last backward only for their part;
-#              ``aligned``: also for the message that the group's first stage is done
+#     RS, AR   wait for the stage's gradient of every micro-batch, in the last backward only for their part
 #     STEP     waits for all RS or AR of the stage, or for its gradient where there are no replicas
 #     AG       waits for the STEP
 #     HALO     what a micro-batch's interiors do not hide of its halos: waits for what F waits for and for the
@@ -402,10 +401,7 @@ class _PipelineLowering:
     def _sent(self, rank: int, action: Action) -> Name:
         """The computation whose result a send sends, or the send that a receive takes up."""
         if action.kind in SENT_AS:
-            sender = far_stage(action, self.layout)
-            return peer_of(action), SENT_AS[action.kind], sender, action.index, rank
-        if is_token(action, self.layout):
-            return self._last_gradient(rank, stage_of(action))
+            return peer_of(action), SENT_AS[action.kind], far_stage(action), action.index, rank
         kind = Kind.F if action.kind is Kind.SENDF else Kind.B
         return rank, kind, stage_of(action), action.index, -1
 
@@ -415,9 +411,6 @@ class _PipelineLowering:
         name = self._last_gradient(rank, stage)
         parts = len(self.nodes[name])
         self._wait(rank, action, name, before_part=number if parts > 1 else -1)
-        token = self.layout.microbatches + stage // self.layout.positions
-        for peer in self.layout.ranks[stage // self.layout.positions * self.layout.positions]:
-            self._wait(rank, action, (rank, Kind.RECVF, stage, token, peer))
 
     def _last_gradient(self, rank: int, stage: int) -> Name:
         """The action that completes a stage's gradient, the last of those that add to it."""

@@ -335,7 +335,7 @@ def draw(seed: int) -> Case:
         style = "skip"
     if dice.random() < 0.3:
         options["recompute"] = True
-    options["placement"] = dice.choice(["bubble", "bubble", "eager", "aligned"])
+    options["placement"] = dice.choice(["bubble", "bubble", "eager"])
     options["bucket_bytes"] = dice.choice([128, 1e9])
     if not late and dice.random() < 0.3:
         options["max_norm"] = 0.05

@@ -35,7 +35,6 @@ from tests.support.rounding import rounding
 from tests.support.spatial_cases import on_threads
 
 GRIDS = [(1, 2), (2, 1), (2, 2)]
-FUSE = ["off", "off", 2, 3, 8, "auto"]
 LARGEST, MOST_ROWS = 24, 3  # pixels along a dimension, samples of a batch
 ACTIONS = [
     "evaluate", "inference mode", "load", "save and load", "average", "go on with a copy", "freeze",
@@ -120,7 +119,6 @@ def _draw(dice: random.Random, seed: int) -> Case:
         grid,
         {
             "overlap": dice.choice(["auto", "on", "off"]),
-            "fuse_halo": dice.choice(FUSE),
             "unsupported": dice.choice(["error", "gather"]),
         },
         dice.choice(list(OPTIMIZERS)),
@@ -439,8 +437,6 @@ def expected(case: Case) -> Records:
 
 def on_tiles(case: Case, ranks: Callable[..., list[Any]] = on_threads) -> list[Records]:
     """Return what every rank shows; the ranks are threads, which share torch's generator."""
-    if draws(case):  # a dry run would put the generator's state back
-        case = replace(case, options={**case.options, "fuse_halo": "off"})
     batches, models = batches_of(case), [model_of(case, rank) for rank in range(case.size)]
     torch.manual_seed(case.seed)
     return ranks(

@@ -53,7 +53,7 @@ def test_tiles_and_a_stage_under_mpirun_are_one_process(tmp_path: Path, model: s
     assert losses(text, tmp_path, launcher_command("mpirun", tiles + 1)) == pytest.approx(alone, rel=1e-4)
 
 
-def test_mirrored_replicas_and_wide_halos_are_one_process(tmp_path: Path) -> None:
+def test_mirrored_replicas_with_options_of_mpi4dl_are_one_process(tmp_path: Path) -> None:
     alone = losses("--model unet --num-layers 2 --mode lp --split-size 1 --batch-size 4 --parts 4", tmp_path)
     text = "--model unet --num-layers 2 --mode gems+sp --num-spatial-parts 2 --slice-method horizontal"
     found = losses(f"{text} --batch-size 2 --parts 2 --halo-D2 --fused-layers 3 --balance 4,2", tmp_path)

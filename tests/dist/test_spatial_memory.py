@@ -45,7 +45,7 @@ def measure_the_peak() -> None:
 
     explained = spatial.explain(model, shape, grid, overlap="on").ranks[rank].peak
     whole = peak(copy.deepcopy(model), torch.zeros(shape)) if rank == 0 else 0
-    spatial.shard(model, grid=grid, timeout=120, fuse_halo="off", overlap="on")
+    spatial.shard(model, grid=grid, timeout=120, overlap="on")
     sizes = [b.stop - b.start for b in spatial.tile_bounds(shape)]
     own = peak(model, spatial.from_local(torch.zeros(sizes), shape))
     halo = spatial.current_mesh().traffic.total()

@@ -27,9 +27,7 @@ def dies_in_the_forward() -> None:
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = spatial.shard(
-        nn.Sequential(nn.Conv2d(1, 1, 3), nn.Conv2d(1, 1, 3)), grid=(1, 3), fuse_halo=1, timeout=900
-    )
+    model = spatial.shard(nn.Sequential(nn.Conv2d(1, 1, 3), nn.Conv2d(1, 1, 3)), grid=(1, 3), timeout=900)
     if dist.get_rank() == 1:
         model[1].register_forward_pre_hook(lambda *_: os._exit(3))
     try:

@@ -85,7 +85,7 @@ def on_tiles(model: nn.Module, images: Tensor, grid: tuple[int, int]) -> tuple[l
     copies = [sharing(model) for _ in range(grid[0] * grid[1])]
 
     def run(channel: Channel) -> tuple[Step, int]:
-        mine = spatial.shard(copies[channel.rank], grid=grid, channel=channel, fuse_halo="off")
+        mine = spatial.shard(copies[channel.rank], grid=grid, channel=channel)
         outputs = leaves(mine(spatial.scatter(images)))
         loss_of(outputs).backward()
         gathered = spatial.current_mesh().gathered.total()

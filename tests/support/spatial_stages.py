@@ -45,7 +45,6 @@ class Case:
     mirrored: bool = False
     microbatches: int = 1
     samples: int = 1
-    fuse_halo: int | str = "off"
     schedule: str = "1f1b"
 
     @property
@@ -100,7 +99,7 @@ PIPELINES = with_schedules(
     [
         Case("resnet", (2, 1), TAILS["resnet"], microbatches=3, mirrored=True),
         Case("unet", (1, 2), TAILS["unet"], microbatches=2),
-        Case("amoebanet", (2, 1), TAILS["amoebanet"], mirrored=True, fuse_halo=2),
+        Case("amoebanet", (2, 1), TAILS["amoebanet"], mirrored=True),
     ]
 )
 SHARES = with_schedules(
@@ -171,7 +170,6 @@ def check(case: Case, fabric: Fabric | None = None) -> None:
         microbatches=case.microbatches,
         replicas=case.replicas,
         mirrored=case.mirrored,
-        fuse_halo=case.fuse_halo,
         schedule=case.schedule,
         timeout=100,
         fabric=fabric,

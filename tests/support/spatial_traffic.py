@@ -23,7 +23,7 @@ layers = [nn.Conv2d(3, 96, 3, padding=1), nn.ReLU()]
 for _ in range(4):
     layers += [nn.Conv2d(96, 96, 5, padding=2), nn.ReLU()]
 model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, 10))
-spatial.shard(model, grid=(1, hvd.size()), overlap="on", fuse_halo="off", timeout=100)
+spatial.shard(model, grid=(1, hvd.size()), overlap="on", timeout=100)
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(), op=hvd.Sum,
     schedule="{schedule}",
@@ -56,7 +56,7 @@ torch.manual_seed(0)
 model = nn.Sequential(*(nn.Conv2d(16, 16, 5, padding=2) for _ in range(3)))
 shape, grid, steps = (2, 16, 2048, 24), (1, hvd.size()), 3
 said = spatial.explain(model, shape, grid).ranks[hvd.rank()]
-spatial.shard(model, grid=grid, fuse_halo="off", timeout=100)
+spatial.shard(model, grid=grid, timeout=100)
 tile = spatial.from_local(torch.zeros([b.stop - b.start for b in spatial.tile_bounds(shape)]), shape)
 hvd.barrier()
 before = left_this_host()

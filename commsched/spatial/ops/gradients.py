@@ -7,13 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from commsched.spatial.fetch import delivered
-from commsched.spatial.layout import fit, held_wants, local_owned, owned_cuts, plan_for
-from commsched.spatial.mesh import Mesh, apply
+from commsched.spatial.layout import fit, local_owned, owned_cuts
+from commsched.spatial.mesh import Mesh, NeedsOthersError
 from commsched.spatial.tile import ON_ALL, Cuts, Tile, cut_axes, handles, tree_map
 
 _T = torch.Tensor
@@ -23,25 +21,10 @@ _handles = partial(handles, into=(ON_ALL, GRADIENTS))
 
 
 def gradient(local: Tensor, mesh: Mesh, cuts: Cuts) -> Tile:
-    """``local``, the gradient of a part cut by ``cuts``, as a tile.
-
-    Ranks that hold a pixel in their margin compute with a copy of it, so each copy has a gradient of its own:
-    their sum is the pixel's. With margins this is an exchange.
-    """
-    owned = owned_cuts(cuts)
-    wants = {axis: held_wants(cut.split) for axis, cut in cut_axes(cuts) if cut.split.margin != (0, 0)}
-    if wants:
-        local = apply(delivered, local, plan_for(mesh, owned, wants), mesh, mesh.module)
-    return Tile.make(local, mesh, owned)
-
-
-def _held(grad: Tensor, mesh: Mesh, cuts: Cuts) -> Tensor:
-    """The inverse of `gradient`: all of it on the owned pixels, nothing on margins."""
-    local, pads = fit(grad, mesh, owned_cuts(cuts)), [0] * (2 * grad.ndim)
-    for axis, cut in cut_axes(cuts):
-        (lo, hi), (start, stop) = cut.split.owned(mesh.coord[axis]), cut.split.held(mesh.coord[axis])
-        pads[2 * (-1 - cut.dim) : 2 * -cut.dim] = [lo - start, stop - hi]
-    return F.pad(local, pads) if any(pads) else local
+    """``local``, the gradient of a part cut by ``cuts``, as a tile."""
+    if any(cut.split.margin != (0, 0) for _, cut in cut_axes(cuts)):
+        raise NeedsOthersError("several blocks compute with a pixel, and its gradient is the sum of theirs")
+    return Tile.make(local, mesh, cuts)
 
 
 @_handles(_GRAD.__get__)
@@ -52,7 +35,7 @@ def get_grad(tile: Tile) -> Tile | None:
 
 @_handles(_GRAD.__set__)
 def set_grad(tile: Tile, grad: Tensor | None) -> None:
-    tile.held.grad = None if grad is None else _held(grad, tile.mesh, tile.cuts)
+    tile.held.grad = None if grad is None else fit(grad, tile.mesh, tile.cuts)
 
 
 @_handles(_GRAD.__delete__)
@@ -67,7 +50,7 @@ def register_hook(tile: Tile, hook: Callable[[Tensor], Tensor | None]) -> Remova
 
     def on_local(local: Tensor) -> Tensor | None:
         replaced = hook(gradient(local, mesh, cuts))
-        return None if replaced is None else _held(replaced, mesh, cuts)
+        return None if replaced is None else fit(replaced, mesh, cuts)
 
     return tile.held.register_hook(on_local)
 

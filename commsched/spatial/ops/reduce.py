@@ -34,7 +34,6 @@ from commsched.spatial.tile import (
     handles,
     image_of,
     local_of,
-    owned_in_held,
     tiles_in,
     tree_map,
 )
@@ -234,7 +233,7 @@ class MomentRegion:
         ``dims``."""
         self.mesh, self.dims = tile.mesh, dims if group == 1 else [dims[0] - 1, *dims]
         self.axes = tuple(axis for axis, cut in cut_axes(tile.cuts) if cut.dim in dims)
-        self.owned, self.module = owned_in_held(tile), tile.mesh.module
+        self.module = tile.mesh.module
         self.counts = [group * self._count(tile, dims, rank) for rank in self.mesh.peers(self.axes)]
         self.total = sum(self.counts)
         self.mine = group * self._count(tile, dims, self.mesh.rank)
@@ -247,15 +246,8 @@ class MomentRegion:
             shape[cut.dim] = hi - lo
         return prod(shape[dim] for dim in dims)
 
-    def crop(self, x: Tensor) -> Tensor:
-        """The owned pixels of what the rank holds."""
-        for dim, lo, length in self.owned:
-            x = x.narrow(dim, lo, length)
-        return x
-
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and biased variance over all ranks, merged in rank order from each rank's own."""
-        x = self.crop(x)
         if self.mine:
             var, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
         else:
@@ -329,9 +321,7 @@ def _gradients(
     for lo, hi in chunks:
         part = torch.mul(_inner(grad, weight, lo, hi), scale[:, lo:hi], out=grad_x[:, lo:hi])
         normal = (x[:, lo:hi] - mean[:, lo:hi]).mul_(scale[:, lo:hi])
-        # The moments came from owned pixels only, so only those carry their gradient.
-        share = region.crop(normal).mul_(second[:, lo:hi]).add_(first[:, lo:hi]).mul_(scale[:, lo:hi])
-        region.crop(part).sub_(share)
+        part.sub_(normal.mul_(second[:, lo:hi]).add_(first[:, lo:hi]).mul_(scale[:, lo:hi]))
     grad_weight = None if weight is None else torch.cat([chunk[2] for chunk in per_chunk])
     return grad_x, grad_weight, None if bias is None else torch.cat([chunk[-1] for chunk in per_chunk])
 
@@ -360,9 +350,9 @@ def _composed(
     """What `Normalize` computes, from operations that can be differentiated again."""
     dims, over = region.dims, (region.mesh, region.axes, region.module)
     wide = _wide(x)
-    mean = apply(total_of_tiles, region.crop(wide).sum(dims, keepdim=True), *over) / region.total
+    mean = apply(total_of_tiles, wide.sum(dims, keepdim=True), *over) / region.total
     centered = wide - apply(spread, mean, *over)
-    var = apply(total_of_tiles, (region.crop(centered) ** 2).sum(dims, keepdim=True), *over) / region.total
+    var = apply(total_of_tiles, (centered**2).sum(dims, keepdim=True), *over) / region.total
     out = centered * apply(spread, torch.rsqrt(var + eps), *over)
     out = out if weight is None else out * weight
     return (out if bias is None else out + bias).to(x.dtype)

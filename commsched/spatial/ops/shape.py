@@ -236,7 +236,7 @@ def pixel_unshuffle(input: Any, downscale_factor: int) -> Any:
 def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
     """Border tiles take the padding; a circular one comes from the other end of the image.
 
-    A margin (a wide halo) that a tile holds stays, as far as it needs no pixels of other tiles.
+    A margin that a tile holds stays, as far as it needs no pixels of other tiles.
     """
     assert isinstance(input, Tile)
     if mode not in ("constant", "reflect", "replicate", "circular") or (mode != "constant" and value):
@@ -383,7 +383,7 @@ def _strided(tile: Tile, axis: int, pixels: range) -> Tile:
     assert cut is not None
     window = Window(1, pixels.step, before=-pixels.start)
     split = window.split(cut.split, len(pixels))
-    split = split.with_margin(spare_margin(window, cut.split, split) or (0, 0))
+    split = split.with_margin(spare_margin(window, cut.split, split))
     part = tile.mesh.coord[axis]
     chosen, start = pixels[slice(*split.held(part))], cut.split.held(part)[0]
     own = slice(chosen.start - start, chosen.stop - start, chosen.step) if chosen else slice(0, 0)

@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from commsched.spatial.fetch import Division, ExchangePlan, Halo, compact, fetch, hooks_decide, overlapped
+from commsched.spatial.fetch import Division, ExchangePlan, Halo, compact, fetch, overlapped
 from commsched.spatial.intervals import Run, Split, TransposedWindow, Window, clipped, spare_margin
 from commsched.spatial.layout import parameters, plan_for, take
-from commsched.spatial.mesh import Site, Visit
 from commsched.spatial.ops.reduce import wide
 from commsched.spatial.tile import Cut, Cuts, Tile, Unsupported, cut_axes, handles, image_of, local_of
 
@@ -40,14 +39,13 @@ def _check_image(value: Any, n: int) -> None:
             raise Unsupported(f"dimension {cut.dim} is split, and only the last {n} are of the image")
 
 
-def out_cuts(tile: Tile, windows: Mapping[int, AnyWindow], reach: int, ceil: bool = False) -> Cuts:
-    """The owners of the outputs, and the margin of extra outputs a part computes: as many as its pixels
-    allow, or ``reach`` if it must fetch anyway.
+def planned(tile: Tile, windows: Sequence[AnyWindow], ceil: bool = False) -> tuple[Cuts, ExchangePlan]:
+    """The owners of the outputs, and the exchange after which each part has every pixel that its outputs
+    read, with fill beyond the border. ``windows``: of the last dimensions.
     """
-    cuts = list(tile.cuts)
+    cuts, wants = list(tile.cuts), {}
     for axis, cut in cut_axes(tile.cuts):
-        window = windows[axis]
-        ceiling = {"ceil": ceil} if ceil else {}
+        window, ceiling = windows[cut.dim], {"ceil": ceil} if ceil else {}
         size = window.outputs(cut.split.size, **ceiling)
         if size < 1:
             raise ValueError(
@@ -55,62 +53,21 @@ def out_cuts(tile: Tile, windows: Mapping[int, AnyWindow], reach: int, ceil: boo
                 f"{cut.split.size} pixels along dimension {cut.dim}"
             )
         split = window.split(cut.split, size)
-        spare = spare_margin(window, cut.split, split)
-        cuts[axis] = Cut(cut.dim, split.with_margin((reach, reach) if spare is None else spare))
-    return tuple(cuts)
+        split = split.with_margin(spare_margin(window, cut.split, split))
+        cuts[axis] = Cut(cut.dim, split)
+        needs = (window.need(*split.held(part)) for part in range(split.parts))
+        wants[axis] = tuple(clipped(lo, hi, cut.split.size) for lo, hi in needs)
+    return tuple(cuts), plan_for(tile.mesh, tile.cuts, wants)
 
 
-def visit(
-    tile: Tile,
-    site: Site,
-    plan: ExchangePlan,
-    windows: Sequence[AnyWindow],
-    cuts: Cuts,
-    work: int,
-    interior: int = 0,
-) -> None:
-    """Record an operation of a dry run."""
-    if tile.mesh.visits is None:
+def _count_work(tile: Tile, windows: Sequence[AnyWindow], cuts: Cuts, work: int, hiding: int = 0) -> None:
+    """Count a dry run's multiplications: ``work`` an output pixel, and all that are done beside a halo."""
+    if not tile.mesh.dry:
         return
-    local, samples = tile.held, tile.shape[0] if tile.ndim > 1 else 1
-    rest = local.numel() // max(prod(local.shape[cut.dim] for _, cut in cut_axes(tile.cuts)), 1)
     sizes = {dim: windows[dim].outputs(tile.shape[dim]) for dim in range(-len(windows), 0)}
     sizes |= {cut.dim: len(range(*part_of(cut, tile, axis))) for axis, cut in cut_axes(cuts)}
-    sent = plan.sent_pixels() * rest * tile.element_size()
-    halo, room = 0, 1 << 30
-    for axis, cut in cut_axes(tile.cuts):
-        out = cuts[axis]
-        assert out is not None
-        for part in range(cut.split.parts):
-            (lo, hi), (first, last) = out.split.owned(part), cut.split.owned(part)
-            if lo < hi:
-                start, stop = windows[cut.dim].need(lo, hi)
-                halo, room = max(halo, first - start, stop - last), min(room, hi - lo)
-    steps = [w.stride if isinstance(w, Window) else 1 / w.stride for w in windows]
-    work *= samples * prod(sizes.values())
-    tile.mesh.visits.append(Visit(site, plan.remote, sent, work, halo, max(steps, default=1), room, interior))
-
-
-def input_plan(tile: Tile, windows: Mapping[int, AnyWindow], cuts: Cuts) -> ExchangePlan:
-    """The exchange after which each part has every pixel its outputs read, with fill beyond the border."""
-    wants = {}
-    for axis, cut in cut_axes(tile.cuts):
-        target = cuts[axis]
-        assert target is not None
-        needs = (windows[axis].need(*target.split.held(part)) for part in range(target.split.parts))
-        wants[axis] = tuple(clipped(lo, hi, cut.split.size) for lo, hi in needs)
-    return plan_for(tile.mesh, tile.cuts, wants)
-
-
-def planned(tile: Tile, windows: Sequence[AnyWindow], ceil: bool = False) -> tuple[Site, Cuts, ExchangePlan]:
-    """Name an operation, and find the owners of its outputs and the exchange that these need. ``windows``:
-    of the last dimensions.
-    """
-    chosen, site = {axis: windows[cut.dim] for axis, cut in cut_axes(tile.cuts)}, tile.mesh.site(tile.shape)
-    # A checkpoint computes it again in the backward, outside of the module that names its site.
-    reach = 0 if hooks_decide(unknown=False) else tile.mesh.fusion.get(site, 0)
-    cuts = out_cuts(tile, chosen, reach, ceil)
-    return site, cuts, input_plan(tile, chosen, cuts)
+    tile.mesh.work += work * prod(sizes.values()) * (tile.shape[0] if tile.ndim > 1 else 1)
+    tile.mesh.hiding += hiding
 
 
 def windowed(
@@ -127,11 +84,11 @@ def windowed(
     many multiplications an output pixel of a sample takes: small operations are done in one piece.
     """
     local, mesh = local_of(tile), tile.mesh
-    site, cuts, plan = planned(tile, windows, ceil)
+    cuts, plan = planned(tile, windows, ceil)
     division = _division(tile, windows, cuts) if plan.remote else None
     interior = 0 if division is None else work * division.interior_pixels(local)
     overlaps = division is not None and mesh.overlaps(interior)
-    visit(tile, site, plan, windows, cuts, work, interior if overlaps else 0)
+    _count_work(tile, windows, cuts, work, interior if overlaps else 0)
     if division is not None and overlaps:
         return Tile.make(
             overlapped(local, Halo(plan, mesh, fill, mesh.module), division, compute), mesh, cuts
@@ -248,10 +205,10 @@ def _convolve_transposed(
     )
     windows = [TransposedWindow(k, s, d, p, p, extra) for k, s, d, p, extra in per_dim]
     weight, bias = parameters(input, weight, bias)
-    site, cuts, plan = planned(input, windows)
+    cuts, plan = planned(input, windows)
     tile = local_of(input)
     received: list[Tensor] = []
-    visit(input, site, plan, windows, cuts, weight.numel())
+    _count_work(input, windows, cuts, weight.numel())
     fetched = buffer = fetch(tile, plan, input.mesh, 0.0, received)
     unreached = [cut.dim for _, cut in cut_axes(cuts) if buffer.shape[cut.dim] == 0]  # no input writes there
     buffer = at_least(buffer, dict.fromkeys(unreached, 1))

@@ -100,7 +100,7 @@ def losses_are_those_of_torchs_pipelines(me: Me) -> None:
 @case(ranks=(4,))
 def placements_give_the_same_bits(me: Me) -> None:
     found = []
-    for placement, size in (("eager", 200), ("bubble", 200), ("bubble", 1e9), ("aligned", 200)):
+    for placement, size in (("eager", 200), ("bubble", 200), ("bubble", 1e9)):
         options: dict[str, Any] = {"placement": placement, "bucket_bytes": size}
         model = chain_model(2)
         pipeline = Pipeline(model, "2bw", 4, (2, 2), loss=loss_of, optimizer=adam, **options)

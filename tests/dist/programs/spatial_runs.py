@@ -240,7 +240,7 @@ def tiles_and_replicas(name: str, me: Me) -> None:
             loss = F.cross_entropy(plain(images[replica : replica + 1]), target[replica : replica + 1])
             (loss / replicas).backward()
         optimizer.step()
-    spatial.shard(model, grid=(1, tiles), replicas=replicas, timeout=60, fuse_halo=2)
+    spatial.shard(model, grid=(1, tiles), replicas=replicas, timeout=60)
     mine = me.rank // tiles
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     wrapped = hvd.DistributedOptimizer(inner, model.named_parameters(), op=hvd.Sum)
@@ -264,7 +264,7 @@ def mirrored_replicas_share_the_ranks(me: Me) -> None:
     replicas, meshes = [copy.deepcopy(model) for _ in range(2)], []
     for replica, order in zip(replicas, (ranks, ranks[::-1])):
         channel = spatial.channel(order, timeout=60)
-        spatial.shard(replica, grid=(1, 3), channel=channel, fuse_halo="off")
+        spatial.shard(replica, grid=(1, 3), channel=channel)
         meshes.append(spatial.current_mesh())
     optimizer = torch.optim.SGD(replicas[0].parameters(), lr=0.05)
     for _ in range(2):

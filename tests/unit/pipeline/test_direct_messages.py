@@ -100,7 +100,7 @@ def test_other_schedules_go_through_the_host() -> None:
     micro = {"ashpipe": 1, "bundle": 1}
     programs = {name: pipelines.generate(name, 2, micro.get(name, 2)) for name in pipelines.names()}
     assert [name for name, program in programs.items() if can_block(program)] == list(DIRECT)
-    for options in ({"schedule": "2bw"}, {"placement": "eager"}, {"placement": "aligned"}):
+    for options in ({"schedule": "2bw"}, {"placement": "eager"}):
         work = lambda fabric, options=options: (pipeline_on(fabric, **options), fabric.made)[1]  # noqa: E731
         assert directly(2, work) == [[], []]
 

@@ -87,7 +87,7 @@ def tiled(left_out: str = "", overlap: str = "on") -> tuple[list[list[torch.Tens
 
 
 def on_tiles(model: Any, images: Any, target: Any, channel: Any, overlap: str) -> list[torch.Tensor]:
-    sharded = spatial.shard(copy.deepcopy(model), (1, 2), channel=channel, overlap=overlap, fuse_halo="off")
+    sharded = spatial.shard(copy.deepcopy(model), (1, 2), channel=channel, overlap=overlap)
     return spatial_models.train(sharded, spatial.scatter(images), spatial.scatter(target), 2, current_mesh())
 
 

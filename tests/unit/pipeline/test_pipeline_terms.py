@@ -154,7 +154,6 @@ def test_pixels_on_tiles_and_mirrored_replicas(placements: Sequence[Placement], 
             cuts=[0, 1],
             placements=placements,
             mirrored=given == "mirrored",
-            tile_options={"fuse_halo": "off"},
             fabric=fabric,
         )
         local = given == "local"

@@ -86,7 +86,6 @@ def test_tiles_are_one_process(
             placements=placements,
             mirrored=mirrored,
             bucket_bytes=256,
-            tile_options={"fuse_halo": "off"},
             fabric=fabric,
         )
         validate(pipeline.program)
@@ -150,9 +149,9 @@ def test_a_plan_with_tiles_is_one_process(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
 
     def work(fabric: Any) -> Any:
-        given = {"plan": tmp_path / "plan.json", "tile_options": {"fuse_halo": "off"}}
+        plan = tmp_path / "plan.json"
         pipeline = Pipeline(
-            copy.deepcopy(start), loss=F.cross_entropy, optimizer=momentum, fabric=fabric, **given
+            copy.deepcopy(start), loss=F.cross_entropy, optimizer=momentum, fabric=fabric, plan=plan
         )
         losses = [pipeline.step(batch) for batch in batches]
         weights = pipeline.state_dict()

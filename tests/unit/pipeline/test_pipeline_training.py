@@ -67,7 +67,6 @@ def test_placements_and_buckets_give_the_same_bits(schedule: str) -> None:
             ("eager", 128),
             ("bubble", 128),
             ("bubble", 1e9),
-            ("aligned", 128),
         )
     ]
     for weights in found[1:]:

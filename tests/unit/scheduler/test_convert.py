@@ -58,7 +58,7 @@ def plans(draw: st.DrawFn, graph: Graph) -> PipelinePlan:
         cuts=cuts,
         replicas=replicas,
         recompute=tuple(draw(st.booleans()) for _ in cuts),
-        placement=draw(st.sampled_from(["eager", "bubble", "aligned"])),
+        placement=draw(st.sampled_from(["eager", "bubble"])),
         devices=tuple(draw(st.permutations(range(2, 2 + len(ranks))))),
         period=draw(seconds),
         bottleneck=draw(seconds),

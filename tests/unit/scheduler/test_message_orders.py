@@ -112,7 +112,7 @@ def joined(lanes: Sequence[Lanes], program: Program) -> Orders:
 
 def message(program: Program, rank: int, action: Action) -> Node:
     """The same for the send and the receive of a message."""
-    number, far = stage_of(action), far_stage(action, program.layout)
+    number, far = stage_of(action), far_stage(action)
     ends = (rank, peer_of(action), far) if action.kind in SENDS else (peer_of(action), rank, number)
     kind, _, index, shift = computation(action)
     return "message", kind, index, shift, *ends

@@ -83,7 +83,7 @@ def test_an_order_that_cannot_step_is_refused(monkeypatch: pytest.MonkeyPatch) -
     ("fields", "message"),
     [
         ({"microbatches": 0}, "at least 1 micro-batch"),
-        ({"placement": "late"}, "no placement 'late'; the placements are eager, bubble, aligned"),
+        ({"placement": "aligned"}, "no placement 'aligned'; the placements are eager, bubble"),
         ({"reduction": "tree"}, "no reduction 'tree'"),
         ({"versions": (1,)}, "versions must have one entry for each of the 2 stages, got 1"),
         ({"cuts": (1, 0)}, "cuts must start with layer 0 and rise"),

@@ -14,7 +14,7 @@ from scheduler.ir.program import Program
 from scheduler.pipelines import generate
 from scheduler.validate import InvalidProgram, Violation, validate, violations
 
-PLACEMENTS = ["eager", "bubble", "aligned"]
+PLACEMENTS = ["eager", "bubble"]
 Edit = Callable[[list[Action]], None]
 
 
@@ -132,7 +132,7 @@ def test_missing_action(rank: int, lane: str, missing: str) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "count", "placement"),
-    [("1f1b", 2, "aligned"), ("zero_bubble", 2, "eager"), ("pipedream", 1, "bubble"), ("wpipe", 1, "bubble")],
+    [("1f1b", 2, "bubble"), ("zero_bubble", 2, "eager"), ("pipedream", 1, "bubble"), ("wpipe", 1, "bubble")],
 )
 def test_any_missing_action_or_other_version_is_caught(schedule: str, count: int, placement: str) -> None:
     """Every action of one rank of each stage, one at a time."""

@@ -207,18 +207,9 @@ def test_bubble_placement_beats_eager() -> None:
             profile,
             link,
         ).period
-        for placement in ("bubble", "aligned", "eager")
+        for placement in ("bubble", "eager")
     }
     assert periods["bubble"] < periods["eager"]
-    assert periods["bubble"] <= periods["aligned"]
-
-
-def test_aligned_starts_all_stages_together() -> None:
-    profile = model(4, size=4096)
-    program = generate("1f1b", 4, 4, replicas=2, profile=profile, placement="aligned", bucket_bytes=1e9)
-    link = Link(0.0, 1 / 4096)
-    starts = {e.start for e in simulate(program, profile, link).timeline if e.action.kind is Kind.RS}
-    assert len(starts) == 1
 
 
 def test_wires_of_their_own() -> None:

@@ -29,23 +29,14 @@ def test_random_tiles(part: int) -> None:
 
 
 PLAIN = Case(
-    0, (("residual", 0),), "image", (8, 9), (1, 2), {"overlap": "off", "fuse_halo": "off"}, "momentum",
+    0, (("residual", 0),), "image", (8, 9), (1, 2), {"overlap": "off"}, "momentum",
     clip=False, input_gradient=False, channels_last=False, steps=(Step(2), Step(2)),
 )  # fmt: skip
-FUSED = {"overlap": "off", "fuse_halo": 3}
 FOUND = [
-    # A forward that raised did so in the dry run for its halos: what it changes before stayed unchanged.
-    {
-        "layers": (("norm", 2), ("residual", 0)),
-        "options": FUSED,
-        "steps": (Step(2, "forward that raises"), Step(2)),
-    },
-    # A dry run for halos met a tensor with data that the forward had made.
-    {"layers": (("shapes", 6), ("residual", 0)), "options": FUSED},
     # One sample in channels_last, of which the interior is computed by itself: wrong gradients of the weight.
     {
         "layers": (("conv", 891634),), "image": (10, 8), "grid": (2, 2), "channels_last": True,
-        "options": {"overlap": "on", "fuse_halo": "off"}, "steps": (Step(rows=1),),
+        "options": {"overlap": "on"}, "steps": (Step(rows=1),),
     },
     # Pixel unshuffle was refused.
     {"layers": (("shuffle", 0), ("residual", 0)), "image": (6, 10)},

@@ -54,20 +54,17 @@ def test_a_line_for_each_border() -> None:
 
 
 @pytest.mark.few
-@pytest.mark.parametrize("fuse_halo", ["off", 2])
 @pytest.mark.parametrize("placements", [(TILES, ONE), (TILES, TWO), (TILES, spatial.Tiles((1, 3)))])
 def test_bytes_are_those_that_are_sent(
-    placements: Sequence[Placement], fuse_halo: int | str, monkeypatch: pytest.MonkeyPatch
+    placements: Sequence[Placement], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images, target = torch.zeros(SHAPE), torch.zeros(4, dtype=torch.int64)
     start = stages()
-    report = spatial.explain_stages(start, placements, SHAPE, fuse_halo=fuse_halo)
+    report = spatial.explain_stages(start, placements, SHAPE)
     sent: Counter[tuple[str, int, int]] = Counter()
 
     def work(fabric: Any) -> None:
-        trainer = spatial.Hybrid(
-            copy.deepcopy(start), placements, loss=F.cross_entropy, fuse_halo=fuse_halo, fabric=fabric
-        )
+        trainer = spatial.Hybrid(copy.deepcopy(start), placements, loss=F.cross_entropy, fabric=fabric)
         trainer.step(images, target)  # descriptions of messages travel in the first step
         lane = trainer.pipeline._interpreter.exchange.outbox.lane
         count(lane.channel, range(fabric.size), "activation")

@@ -77,7 +77,6 @@ def test_gradients_of_uneven_batches_are_added_to_the_callers(
             loss=F.cross_entropy,
             microbatches=3 - options.get("mirrored", 0),
             schedule=schedule,
-            fuse_halo="off",
             fabric=fabric,
             **options,
         )
@@ -132,7 +131,6 @@ def test_each_direction_has_its_own_statistics() -> None:
             loss=F.cross_entropy,
             microbatches=2,
             mirrored=True,
-            fuse_halo="off",
             fabric=fabric,
         )
         trainer.step(images, target)

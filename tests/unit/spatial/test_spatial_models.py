@@ -39,7 +39,7 @@ def test_five_steps_equal_one_process(name: str, grid: tuple[int, int]) -> None:
     expected = train(plain, images, target, steps=5)
 
     def run(channel: Channel) -> None:
-        model = spatial.shard(copy.deepcopy(fresh), grid=grid, channel=channel, fuse_halo="off")
+        model = spatial.shard(copy.deepcopy(fresh), grid=grid, channel=channel)
         found = train(model, spatial.scatter(images), target, 5, spatial.current_mesh())
         for step, (a, b) in enumerate(zip(found, expected)):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=lambda m, s=step: f"step {s}: {m}")
@@ -74,7 +74,7 @@ def test_benchmark_models_run_unedited(name: str) -> None:
     def run(channel: Channel) -> None:
         mine = copy.deepcopy(model)
         mine.zero_grad()
-        spatial.shard(mine, grid=(2, 2), channel=channel, fuse_halo="off")
+        spatial.shard(mine, grid=(2, 2), channel=channel)
         out = mine(spatial.scatter(images))
         assert_close([out.local], [expected], terms_of(model, 1), "output")
         out.square().sum().backward()
@@ -93,7 +93,7 @@ def test_state_dict_goes_both_ways() -> None:
             parameter.add_(0.01)
 
     def run(channel: Channel) -> None:
-        model = spatial.shard(copy.deepcopy(plain), grid=(2, 2), channel=channel, fuse_halo="off")
+        model = spatial.shard(copy.deepcopy(plain), grid=(2, 2), channel=channel)
         model.load_state_dict(other.state_dict())
         model.eval()
         out = spatial.gather(model(spatial.scatter(images))).local
@@ -139,7 +139,7 @@ def test_masks_do_not_depend_on_the_grid() -> None:
     image = torch.ones(3, 8, 9, 10).double()
 
     def run(channel: Channel, grid: tuple[int, int]) -> torch.Tensor:
-        mine = spatial.shard(copy.deepcopy(model), grid=grid, channel=channel, fuse_halo="off")
+        mine = spatial.shard(copy.deepcopy(model), grid=grid, channel=channel)
         if channel.rank == 0:  # whose numbers count
             torch.manual_seed(7)
         return spatial.gather(mine(spatial.scatter(image))).local

@@ -110,6 +110,13 @@ def padded(x: Tensor) -> Tensor:
     return F.interpolate(F.max_pool2d(y, 8), scale_factor=8)[..., : x.shape[-2], : x.shape[-1]]
 
 
+def differentiated(x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        y = F.avg_pool2d(x.requires_grad_(), 3, 1, 1)
+        (gradient,) = torch.autograd.grad(y, x, torch.ones(y.shape, dtype=y.dtype))
+    return gradient
+
+
 PADDED: dict[str, Any] = {
     "reflection": lambda: nn.Sequential(nn.ReflectionPad2d(3), nn.Conv2d(2, 3, 7)),
     "several": lambda: nn.Sequential(
@@ -172,6 +179,11 @@ def test_padding_and_cropping_in_blocks(name: str) -> None:
             nn.Sequential(Calls(lambda x: x[..., 14:, :]), nn.ConvTranspose2d(2, 2, 4, 2)),
             r"1 \(ConvTranspose2d\): conv_transpose2d cannot .*: 0 \(Calls\): torch.Tensor.__getitem__ leaves"
             " blocks without pixels; take fewer blocks, or run without blocks=",
+        ),
+        (
+            Calls(differentiated),
+            "Calls: grad cannot be computed in blocks: several blocks compute with a pixel,"
+            " and its gradient is the sum of theirs; run",
         ),
         (
             Calls(lambda x: x.softmax(-1)),

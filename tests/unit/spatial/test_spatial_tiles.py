@@ -83,7 +83,7 @@ def test_gathered_when_asked() -> None:
     def run(channel: Channel) -> None:
         mine = copy.deepcopy(model)
         mine.zero_grad()
-        spatial.shard(mine, (2, 2), channel=channel, unsupported="gather", fuse_halo="off")
+        spatial.shard(mine, (2, 2), channel=channel, unsupported="gather")
         out = mine(spatial.scatter(image))
         torch.testing.assert_close(spatial.gather(out).local, expected, rtol=0, atol=1e-12)
         out.square().sum().backward()
@@ -294,8 +294,8 @@ def test_what_the_backward_needs_must_not_be_changed_in_place() -> None:
 def _differentiated(x: Tensor, weight: Tensor) -> list[Tensor]:
     """Gradients of a leaf and of what is made from it, in every way to ask for them."""
     inner = x * 2
-    if isinstance(inner, spatial.Tile):  # with a margin: neighbours compute with copies of a pixel
-        inner = recut(inner, {1: Split((0, 2, 7, 9), margin=(1, 2))})
+    if isinstance(inner, spatial.Tile):
+        inner = recut(inner, {1: Split((0, 2, 7, 9))})
     inner.retain_grad()
     seen: list[Tensor] = []
     inner.register_hook(lambda grad: seen.append(grad))
@@ -307,7 +307,7 @@ def _differentiated(x: Tensor, weight: Tensor) -> list[Tensor]:
 
 
 def test_the_gradient_of_a_tile_is_a_tile() -> None:
-    """It was the local part, which `gather` cannot take, and with margins a part of each pixel's gradient."""
+    """It was the local part, which `gather` cannot take."""
     image, weight = ints(1, 2, 6, 9), ints(2, 2, 3, 3, seed=1)
     expected = _differentiated(image.clone().requires_grad_(), weight)
 
@@ -331,7 +331,7 @@ def test_a_hook_replaces_the_gradient_of_a_tile() -> None:
     def loss(x: Tensor) -> Tensor:
         y = x * 2
         if isinstance(y, spatial.Tile):
-            y = recut(y, {1: Split((0, 2, 7, 9), margin=(1, 2))})
+            y = recut(y, {1: Split((0, 2, 7, 9))})
         y.register_hook(lambda grad: grad.clamp(max=3) - 1)
         return F.conv2d(y, weight, padding=1).square().sum()
 
@@ -455,7 +455,7 @@ def test_a_model_returns_its_own_class_of_output() -> None:
     whole = Model(1, 1, 3, padding=1)
 
     def run(channel: Channel) -> None:
-        model = spatial.shard(copy.deepcopy(whole), (1, 2), channel=channel, fuse_halo="off")
+        model = spatial.shard(copy.deepcopy(whole), (1, 2), channel=channel)
         output = model(spatial.scatter(torch.zeros(1, 1, 4, 6)))
         assert type(output) is Output and output.logits is output["logits"]
 

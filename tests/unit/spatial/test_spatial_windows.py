@@ -180,7 +180,7 @@ def test_reshaped_images_are_those_of_one_process(name: str, grid: tuple[int, in
     def run(channel: Channel) -> None:
         mine = copy.deepcopy(model)
         mine.zero_grad()
-        spatial.shard(mine, grid=grid, channel=channel, fuse_halo="off")
+        spatial.shard(mine, grid=grid, channel=channel)
         out = mine(spatial.scatter(image))
         part = expected[tuple(slice(*bound) for bound in out.bounds)]
         torch.testing.assert_close(out.local, part, rtol=0, atol=1e-11)
