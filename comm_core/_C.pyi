@@ -140,6 +140,12 @@ def quantise_blocks(
     `baseline`: with the code for any x86-64, though the processor may have more.
     """
 
+def set_warning(seconds: float) -> None:
+    """Let waits of this process say after so many seconds for whom they wait.
+
+    0: after a tenth of their time-out, at most 30 s, as by default.
+    """
+
 def shares_storage(one: Tensor, other: Tensor) -> bool:
     """Return whether both tensors have the same storage; False for sparse tensors."""
 
@@ -331,7 +337,8 @@ class Engine:
     def wait_rs(self, bucket: int) -> None:
         """Block until the bucket's RS in the step begun last is done.
 
-        Fails once the engine has made no progress for its time-out.
+        Fails once the engine has made no progress for its time-out. Like all waits for other ranks, it runs
+        Python's handlers of signals, whose exceptions (KeyboardInterrupt) end it.
         """
 
     def wait_ag(self, bucket: int) -> None: ...

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -33,6 +34,20 @@ class Settings:
         1800.0,
         "seconds that a rank waits for another one that runs before it raises CommError; after a tenth of"
         " that, at most 30 s, it says for whom it waits and in what",
+    )
+    stall_check: float = _setting(
+        "HOROVOD_STALL_CHECK_TIME_SECONDS",
+        0.0,
+        "seconds after which a rank says for whom it waits and in what, instead of that rule",
+    )
+    stall_check_disable: str = _setting(
+        "HOROVOD_STALL_CHECK_DISABLE", "", "1: no rank says for whom it waits", ("", "0", "1")
+    )
+    stall_shutdown: int = _setting(
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        0,
+        "COMMSCHED_TIMEOUT where that is not set; unset or 0: its default",
+        most=int(LONGEST),
     )
     start_timeout: float = _setting(
         "COMMSCHED_START_TIMEOUT", 300.0, "seconds within which all ranks must start and find each other"
@@ -114,9 +129,14 @@ class Settings:
     )
 
     @property
+    def given_warning(self) -> float:
+        """Seconds after which a rank that waits says so, as Horovod's variables have it; 0: they do not."""
+        return math.inf if self.stall_check_disable == "1" else self.stall_check
+
+    @property
     def warning(self) -> float:
         """Seconds after which a rank that waits says so (the engine's channels have the same rule)."""
-        return min(30.0, self.timeout / 10)
+        return self.given_warning or min(30.0, self.timeout / 10)
 
 
 def _parse(variable: str, text: str, default: Any, most: float) -> Any:
@@ -145,6 +165,8 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         if choices and value not in choices:
             raise ValueError(f"{variable} must be one of {', '.join(filter(None, choices))}, but is {text!r}")
         values[item.name] = value
+    if values.get("stall_shutdown"):
+        values.setdefault("timeout", float(values["stall_shutdown"]))
     return Settings(**values)
 
 
@@ -164,5 +186,5 @@ def fusion_threshold() -> int:
 def describe() -> str:
     """Return one line per variable: name, default and meaning."""
     return "\n".join(
-        f"{f.metadata['variable']:<24} {f.default!r:<8} {f.metadata['doc']}" for f in fields(Settings)
+        f"{f.metadata['variable']:<35} {f.default!r:<8} {f.metadata['doc']}" for f in fields(Settings)
     )

@@ -67,7 +67,7 @@ class HorovodCarrier(Carrier):
             )
         # By default Horovod only warns about an absent rank and waits for ever.
         seconds = max(2, int(settings().timeout))
-        warning = max(1, int(settings().warning))  # whole seconds, 0 would be never
+        warning = max(1, int(min(settings().warning, seconds)))  # whole seconds
         os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(warning))
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(seconds))
         os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from comm_core import set_warning
 from commsched.collectives.carrier import Built, Carrier, carrier, carrier_or_none, set_carrier
 from commsched.env import settings
 from commsched.errors import CommError
@@ -126,6 +127,7 @@ def join_framework(launch: Launch, publish: Publish) -> None:
 def _enter(joined: Carrier) -> None:
     global _initialised_by
     _initialised_by = os.getpid()
+    set_warning(settings().given_warning)
     set_carrier(joined)
     global_process_set.ranks = list(range(joined.launch.size))
 

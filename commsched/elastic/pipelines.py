@@ -128,7 +128,7 @@ class PipelineState(ObjectState):
         before, self._pipeline = self._pipeline, None
         if before is not None:
             before.close()
-            before.fabric.abort()  # ranks that wait for this one hear of it
+            before.fabric.abort("the job goes on with another pipeline")
 
     def sync(self) -> None:
         """Make the pipeline of the present ranks, at the newest commit that one of them has. Collective."""

@@ -578,8 +578,9 @@ def whole_buckets(
 #
 # Flags are exchanged in any case, so a vote costs nothing and no rank can miss it. A number of steps fixed
 # beforehand would be a guess, but makes runs comparable: ``COMMSCHED_WAIT_FOR_PLAN=N``, as rank 0 has it,
-# makes e s+N-1, and ranks wait there for the child. If the child was killed or took ``COMMSCHED_TIMEOUT``,
-# the ranks keep their plan: a search in the training process would stop all, and fail likewise.
+# makes e s+N-1, and ranks wait there for the child. If the child was killed, or ended because it took half of
+# what the other ranks wait, the ranks keep their plan: a search in the training process would stop all, and
+# fail likewise. Without a plan to keep (a profile was given), they take one that needs no search.
 
 _FOLDER = str(Path(scheduler.__file__).resolve().parents[1])
 # Uses this very package, wherever it lies and whatever lies in the current folder.
@@ -611,11 +612,14 @@ class Child:
         self._thread.start()
 
     def _talk(self, request: bytes) -> None:
+        limit = settings().timeout / 2  # the other ranks may have begun to wait sooner
         try:
-            self._said, self._errors = self._process.communicate(request, timeout=settings().timeout)
-        except (OSError, ValueError, subprocess.SubprocessError):
+            self._said, self._errors = self._process.communicate(request, timeout=limit)
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
             self._process.kill()
             self._process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                self._errors = f"it took {limit:g} s, half of COMMSCHED_TIMEOUT".encode()
 
     @property
     def has_ended(self) -> bool:
@@ -660,8 +664,8 @@ def _answer_of_child(*request: Any) -> Any:
         return None
     try:
         return Child(*request).answer()
-    except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("the planning process failed, so this training process does its work: %s", error)
+    except OSError as error:
+        _log.warning("no planning process can be started, so this one does its work: %s", error)
         return None
 
 
@@ -689,8 +693,11 @@ class Plan:
                 layers[place] = replace(layers[place], bytes=size)
             dense = replace(self.profile, layers=tuple(layers))
         request = self.program, self.profile, self.link, dense, self.uncompressed
-        answer: Prediction | None = _answer_of_child("predict", *request)
-        return answer or predict(*request)
+        with suppress(subprocess.SubprocessError):
+            answer: Prediction | None = _answer_of_child("predict", *request)
+            if answer is not None:
+                return answer
+        return predict(*request)
 
     @property
     def is_predicted(self) -> bool:
@@ -974,7 +981,7 @@ class Planner:
         wanted: tuple[Any, ...] = self.model.guess(order, self.link), list(order), "sequential"
         if self.given is not None:
             wanted = *self.model.fitted(self.given, order), self.policy
-        return self._agreed([self._made(*wanted)])[0][0]
+        return self._agreed([self._made(*wanted) or self._unsearched(*wanted[:2])])[0][0]
 
     def begin(
         self, profile: Profile, order: Sequence[int], meanwhile: bool
@@ -982,8 +989,7 @@ class Planner:
         """Return a plan for measured times, and when a better one, which is searched, comes from ``finish``.
 
         That is after so many steps; 0: once ``is_ready``; None: no plan is searched. See [Note: searches].
-        ``meanwhile``: return a plan for the time of the search, too, with every RS under the backward and
-        every AG under the next forward; else None.
+        ``meanwhile``: return a plan for the time of the search, too; else None.
         """
         self.close()
         self._wanted = wanted = profile, list(order)
@@ -997,8 +1003,7 @@ class Planner:
         if self._child is None:
             made, steps = self._made(*wanted, policy), None
         else:
-            size = max(1, min(BUCKET_BYTES, sum(profile.sizes) // _LEAST_BUCKETS))
-            made = self._made(*wanted, "dear", bucket_bytes=size) if meanwhile else None
+            made = self._unsearched(*wanted) if meanwhile else None
         (plan,), steps = self._agreed([made], steps)
         return plan, steps
 
@@ -1031,6 +1036,11 @@ class Planner:
         if child is not None:
             child.stop()
 
+    def _unsearched(self, profile: Profile, order: list[int]) -> Plan | ValueError | None:
+        """Return a plan with every RS under the backward and every AG under the next forward."""
+        size = max(1, min(BUCKET_BYTES, sum(profile.sizes) // _LEAST_BUCKETS))
+        return self._made(profile, order, "dear", bucket_bytes=size)
+
     def _made(
         self, profile: Profile, order: list[int], policy: Any, child: Child | None = None, **more: Any
     ) -> Plan | ValueError | None:
@@ -1052,7 +1062,7 @@ class Planner:
         except ValueError as error:
             return error
         except subprocess.SubprocessError as error:
-            _log.warning("the search of a plan failed, so training keeps the plan in use: %s", error)
+            _log.warning("the search of a plan failed, so training goes on without its plan: %s", error)
             return None
         finally:
             if told is not None:

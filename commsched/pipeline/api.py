@@ -112,8 +112,6 @@ class Pipeline:
         **options: Any,
     ) -> None:
         build.check_functions(loss, optimizer, count)
-        self.fabric = ProcessFabric() if fabric is None else fabric
-        self.rank = self.fabric.rank
         if isinstance(model, Chain) and (inside or example is not None or weights is not None):
             raise ValueError(
                 "inside=, example= and weights= belong to the Chain that you passed: make it with them"
@@ -123,32 +121,36 @@ class Pipeline:
                 "on_step= and master_weights= are for steps of the pipeline: pass optimizer=, too"
             )
         build.check_decided(Pipeline, locals())
-        chain = model if isinstance(model, Chain) else Chain(model, inside, example, weights=weights)
-        checkpoint.allow_state_dict(chain.model)
-        mesh = mesh or (len(placements or ranks or range(self.fabric.size)), 1)
-        layout = {"ranks": ranks, "placements": placements, "mirrored": mirrored, "placement": placement}
-        mine = list(signature(Pipeline).parameters)
-        self.program, chain = build.choose(
-            chain, plan, schedule, num_microbatches, mesh, cuts, options, mine, recompute=recompute,
-            bucket_bytes=bucket_bytes, **layout,
-        )  # fmt: skip
-        clips = max_norm is not None or skip_nonfinite
-        self.layout = build.check(self.program, chain, self.fabric, optimizer is None, clips)
-        self.delays = delays(self.program)
-        self._lane = self.fabric.lane("whole")
-        types = GradientTypes(master_weights and optimizer is not None, build.checked_wire(compression))
-        same = f"{master_weights=}, compression={types.wire}, {max_norm=}, {norm_type=}, {skip_nonfinite=}"
-        same += f", count={count is not None}"
-        build.fill(chain, self.program, self.fabric, self._lane, device, same)
-        self._clipping = Clipping(self.fabric, max_norm, norm_type, skip_nonfinite)
-        keep_freed_memory()
-        self._make_parts(chain, loss, count, optimizer, on_step, hosts, tile_options or {}, types, clips)
-        self._weights = FullState(self.layout, self.fabric, self._lane, chain, self.stages, self._newest)
+        self.fabric = ProcessFabric() if fabric is None else fabric
+        self.rank = self.fabric.rank
+        self._health = Health(self.fabric.abort)
+        with self._health.guarded():  # a model or an optimizer may fail on this rank alone
+            chain = model if isinstance(model, Chain) else Chain(model, inside, example, weights=weights)
+            checkpoint.allow_state_dict(chain.model)
+            mesh = mesh or (len(placements or ranks or range(self.fabric.size)), 1)
+            layout = {"ranks": ranks, "placements": placements, "mirrored": mirrored, "placement": placement}
+            mine = list(signature(Pipeline).parameters)
+            self.program, chain = build.choose(
+                chain, plan, schedule, num_microbatches, mesh, cuts, options, mine, recompute=recompute,
+                bucket_bytes=bucket_bytes, **layout,
+            )  # fmt: skip
+            clips = max_norm is not None or skip_nonfinite
+            self.layout = build.check(self.program, chain, self.fabric, optimizer is None, clips)
+            self.delays = delays(self.program)
+            self._lane = self.fabric.lane("whole")
+            types = GradientTypes(master_weights and optimizer is not None, build.checked_wire(compression))
+            same = f"{master_weights=}, compression={types.wire}, {max_norm=}, {norm_type=}"
+            same += f", {skip_nonfinite=}, count={count is not None}"
+            build.fill(chain, self.program, self.fabric, self._lane, device, same)
+            self._clipping = Clipping(self.fabric, max_norm, norm_type, skip_nonfinite)
+            keep_freed_memory()
+            self._make_parts(chain, loss, count, optimizer, on_step, hosts, tile_options or {}, types, clips)
+            self._weights = FullState(self.layout, self.fabric, self._lane, chain, self.stages, self._newest)
         _, self._ahead = reach(self.program.kernel)
         self._leaves_gradients, self._sampling = optimizer is None, Sampling()
         self._periods = 0  # given so far, since the pipeline was empty
         self._done = -self._ahead  # the next iteration
-        self._health = Health(self.close, self.fabric.abort)
+        self._health.close = self.close
 
     def _make_parts(
         self,
@@ -527,10 +529,11 @@ class Hybrid:
 
 
 class Health:
-    """``endings`` are called at the first failure."""
+    """At the first failure ``close`` is called, then ``abort`` with its reason."""
 
-    def __init__(self, *endings: Callable[[], None]) -> None:
-        self._endings, self._failure = endings, ""
+    def __init__(self, abort: Callable[[str], None]) -> None:
+        self._abort, self._failure = abort, ""
+        self.close: Callable[[], None] = lambda: None
 
     @property
     def failed(self) -> bool:
@@ -549,6 +552,6 @@ class Health:
             yield
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
-            for end in self._endings:
-                end()
+            self.close()
+            self._abort(self._failure)
             raise

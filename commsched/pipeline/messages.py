@@ -86,8 +86,8 @@ class Fabric(Protocol):
         this rank's stages.
         """
 
-    def abort(self) -> None:
-        """This rank gives up: the others need not wait for it."""
+    def abort(self, reason: str) -> None:
+        """This rank gives up: the others need not wait for it, and hear the reason."""
 
 
 def flat(buffers: Sequence[Tensor]) -> list[Tensor]:
@@ -130,6 +130,7 @@ class ProcessFabric:
         self._direct: DeviceMessages | None = None
         if self.size > 1:
             self._messages = messages_between(f"{self._name}/messages", range(self.size), self.timeout)
+        self._meeting = self.lane("connections")
 
     def lane(self, name: str, traffic: comm_core.Traffic | None = None) -> Lane:
         if self._messages is None:
@@ -137,6 +138,7 @@ class ProcessFabric:
         return ProcessLane(self._messages, next(self._lanes), f"{self._name}: {name}", traffic)
 
     def transport(self, name: str, ranks: Sequence[int]) -> Any:
+        everyones(self._meeting, self.rank, ranks, None)  # a rank that gives up before ends this wait
         channel = connected(comm_core.tcp_channel, f"{self._name}/{name}", ranks, self.timeout)
         asked, transport = (settings().transport or "auto").lower(), None
         if asked in ("auto", "tiers"):
@@ -206,8 +208,8 @@ class ProcessFabric:
         direct.confirm()
         return direct
 
-    def abort(self) -> None:
-        reason = f"rank {self.rank} has given up {self._name}"
+    def abort(self, reason: str) -> None:
+        reason = f"rank {self.rank} has given up {self._name}: {reason}"
         if self._direct is not None:
             self._direct.abort(reason)
         if self._messages is not None:
@@ -319,7 +321,7 @@ class ThreadFabric:
     def direct(self, devices: Collection[torch.device], program: Program) -> DeviceMessages | None:
         return None
 
-    def abort(self) -> None:
+    def abort(self, reason: str) -> None:
         self.world.abort()
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 
 import pytest
 
@@ -53,6 +54,29 @@ def test_killed_rank(victim):
     for result in run_without(victim, signal.SIGKILL):
         assert result.returncode == 7 and "lonely" in result.stdout
         assert ("rank 2 died" if victim == 2 else "rank 0 is gone") in result.stdout
+
+
+INTERRUPTED = """
+import signal, time, torch, commsched as hvd
+from commsched.collectives.torch_carrier import algorithms
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs in a shell's background
+hvd.init()
+hvd.allreduce(torch.ones(3))
+if hvd.rank() == 1:
+    algorithms.allreduce = lambda *_: time.sleep(900)
+print("ready", flush=True)
+hvd.allreduce(torch.ones(3), name="half")
+"""
+
+
+def test_ctrl_c_in_an_operation_that_has_begun_ends_the_process():
+    """At its exit it waited for the operation, for the time-out, which no test reaches."""
+    with start_ranks(INTERRUPTED, 2, env=PATIENT) as ranks:
+        for rank in range(2):
+            ranks.wait_for_output(rank, "ready")
+        time.sleep(2)
+        ranks.kill(0, signal.SIGINT)
+        assert ranks.processes[0].wait(PATIENCE) == -signal.SIGINT, ranks.report()
 
 
 SKIPPING = """

@@ -5,6 +5,7 @@ who.
 import os
 import re
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from commsched.env import Settings
 from tests.support.launch import PATIENCE, run_ranks, start_ranks
+from tests.support.shared_memory import nothing_left_in_shared_memory
 
 pytestmark = pytest.mark.dist
 
@@ -102,6 +104,22 @@ def test_a_rank_that_does_not_come_is_an_error_in_time(what: str) -> None:
     for rank in (0, 2):
         assert re.search(r"bucket \d+|flags", ends[rank].message), ends[rank].message
         assert "rank 1" in ends[rank].message, ends[rank].message
+
+
+def test_ctrl_c_ends_the_wait_for_a_rank_that_does_not_come() -> None:
+    """It was noticed when the wait ended, after the time-out, which no test reaches."""
+    soon = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2"}
+    with (
+        nothing_left_in_shared_memory(),
+        start_ranks(PROGRAM, 2, ["does not come"], PATIENT | soon) as started,
+    ):
+        deadline = time.monotonic() + PATIENCE
+        while "rank 0 has waited 2 s for rank 1 in" not in started.output(0, "stderr"):
+            assert time.monotonic() < deadline, started.report()
+            time.sleep(0.1)
+        started.kill(0, signal.SIGINT)
+        assert started.processes[0].wait(PATIENCE) == -signal.SIGINT, started.report()
+        assert "KeyboardInterrupt" in started.output(0, "stderr") and "CommError" not in started.output(0)
 
 
 def test_a_rank_that_does_not_agree_on_a_plan_is_named() -> None:

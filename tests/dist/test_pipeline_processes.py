@@ -41,6 +41,45 @@ def test_a_stage_that_ends_is_named(schedule: str, how: str, patience: int) -> N
         assert "rank 1" in said[1] and "micro-batch" in said[1]
 
 
+def one_rank_cannot_make_its_part() -> None:
+    import sys
+    import time
+
+    import commsched as hvd
+    from commsched.pipeline import Pipeline
+    from tests.support.pipeline_runs import chain_model, loss_of, sgd
+
+    hvd.init()
+
+    def made(part, make):
+        if hvd.rank() == 1 and part == sys.argv[1]:
+            raise MemoryError(f"no room for the {part}")
+        return make()
+
+    mesh = (1, 3) if sys.argv[1] == "optimizer" else (3, 1)
+    try:
+        Pipeline(
+            lambda: made("model", lambda: chain_model(3)),
+            mesh=mesh,
+            loss=loss_of,
+            optimizer=lambda params: made("optimizer", lambda: sgd(params)),
+        )
+    except MemoryError:
+        time.sleep(600)  # its process lives on, as a notebook's would
+    except hvd.CommError as error:
+        print(f"SAID: {error}", flush=True)
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_a_rank_that_cannot_make_its_part_is_named(part: str) -> None:
+    """The others waited for the time-out, which no test reaches, and did not hear of the error."""
+    with start_ranks(one_rank_cannot_make_its_part, 3, [part], {"COMMSCHED_TIMEOUT": "900"}) as ranks:
+        for rank in (0, 2):
+            ranks.processes[rank].wait(PATIENCE)
+            said = f"rank 1 has given up pipeline 0: MemoryError: no room for the {part}"
+            assert said in ranks.output(rank), ranks.report()
+
+
 def run(*words: str) -> str:
     done = run_module(*words)
     assert done.returncode == 0, done.stdout + done.stderr

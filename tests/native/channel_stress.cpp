@@ -58,7 +58,7 @@ void run_lane(MessageChannel& channel, int rank, int size, int lane, unsigned se
   std::deque<Coming> coming;
   std::vector<MessageChannel::Pending> leaving;
   const auto take = [&] {
-    channel.wait(coming.front().pending, [] {});
+    channel.wait(coming.front().pending);
     for (const char byte : *coming.front().bytes) require(byte == coming.front().expected, "a byte");
     ++arrived;
     coming.pop_front();
@@ -82,7 +82,7 @@ void run_lane(MessageChannel& channel, int rank, int size, int lane, unsigned se
     }
     while (!coming.empty()) take();
     for (const auto& pending : leaving) {
-      channel.wait(pending, [] {});
+      channel.wait(pending);
       require(MessageChannel::done(pending), "that a message is over");
     }
   } catch (const EngineError& error) {

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 #include <vector>
 
+#include "interrupts.h"
 #include "socket.h"
 #include "types.h"
 
@@ -18,15 +20,19 @@ struct Connection {
   std::string host;  // the other end's address
 };
 
-constexpr size_t kMaxText = 400;  // bytes of a farewell's reason
-// Poll again after this time: poll() can miss readable bytes when SO_RCVLOWAT changes under it.
-constexpr auto kLongestSleep = std::chrono::milliseconds(200);
+constexpr size_t kMaxText = 400;            // bytes of a farewell's reason
 constexpr size_t kWorthWaking = 256 << 10;  // bytes: fewer are not worth interrupting the computation
 
 inline std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
 
-// A rank that has waited so long says for whom. commsched.env.Settings.warning is the same rule.
-inline Clock::duration warning_after(Clock::duration timeout) { return std::min<Clock::duration>(to_duration(30), timeout / 10); }
+// A rank that has waited so many seconds says for whom; 0: after a tenth of its time-out, at most 30 s.
+inline std::atomic<double> given_warning{0};
+
+// commsched.env.Settings.warning is the same rule.
+inline Clock::duration warning_after(Clock::duration timeout) {
+  const double given = given_warning;
+  return given > 0 ? to_duration(given) : std::min<Clock::duration>(to_duration(30), timeout / 10);
+}
 
 // Says on stderr that a rank waits for a peer, and in which operation.
 void say_waiting(int rank, int peer, const std::string& operation, Clock::duration timeout) noexcept;

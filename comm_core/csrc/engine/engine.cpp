@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "interrupts.h"
+
 namespace commsched {
 namespace {
 
@@ -171,16 +173,18 @@ Deadline EngineCore::patience(Clock::time_point since) const {
 
 void EngineCore::wait_until(Lock& lock, const Condition& reached, const std::string& what) {
   const Clock::time_point start = Clock::now();
+  Interrupts interrupts(start);
   while (!reached()) {
     throw_if_failed();  // before the wait, not after it: results that arrived before the failure are valid
-    const Deadline deadline = patience(start);
-    if (Clock::now() >= deadline) {
+    const Deadline deadline = patience(start), now = Clock::now();
+    if (now >= deadline) {
       const EngineError error = stuck(what);
       lock.unlock();
       fail(error);
       throw error;
     }
-    changed_.wait_until(lock, deadline);
+    changed_.wait_until(lock, std::min<Deadline>(deadline, now + kLongestSleep));
+    interrupts.look(lock);
   }
 }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "interrupts.h"
+
 namespace commsched {
 namespace {
 
@@ -47,7 +49,8 @@ void LinkGate::wake() {
 
 Passage LinkGate::wait_turn(std::unique_lock<std::mutex>& lock, Traffic traffic, int64_t bytes,
                             const std::atomic<bool>& cancelled) {
-  const double asked = seconds(Clock::now());
+  const Clock::time_point begin = Clock::now();
+  Interrupts interrupts(begin);
   while (!cancelled) {
     const Deadline now = Clock::now();
     Deadline until = now;
@@ -56,11 +59,12 @@ Passage LinkGate::wait_turn(std::unique_lock<std::mutex>& lock, Traffic traffic,
     }
     if (until <= now) break;
     ++held_back_;
-    changed_.wait_until(lock, until);
+    changed_.wait_until(lock, std::min<Deadline>(until, now + kLongestSleep));
     --held_back_;
+    interrupts.look(lock);
   }
   const double start = seconds(Clock::now());
-  return {static_cast<int32_t>(traffic), waiting(traffic), asked, start, start, bytes};
+  return {static_cast<int32_t>(traffic), waiting(traffic), seconds(begin), start, start, bytes};
 }
 
 bool LinkGate::shared(Traffic traffic) const {

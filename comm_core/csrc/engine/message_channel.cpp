@@ -609,13 +609,15 @@ void MessageChannel::set_timeout(double seconds) {
   timeout_seconds_ = seconds;
 }
 
-void MessageChannel::wait(const Pending& pending, const std::function<void()>& check) {
+void MessageChannel::wait(const Pending& pending) {
   Batch& batch = *pending;
   if (batch.over && !batch.error) return;
   if (!here())
     throw EngineError(ErrorKind::usage, batch.operation + ": this process was forked from the one that started the message");
   Lock lock(mutex_);
-  Deadline deadline = Clock::now() + timeout_, checked = Clock::now();
+  const Clock::time_point start = Clock::now();
+  Deadline deadline = start + timeout_;
+  Interrupts interrupts(start);
   size_t moved = batch.moved;
   bool leads = false, first = true, said = false;
   ++waiting_;
@@ -645,16 +647,12 @@ void MessageChannel::wait(const Pending& pending, const std::function<void()>& c
       const Deadline now = Clock::now();
       if (moved != batch.moved) deadline = now + timeout_;
       moved = batch.moved;
-      if (now >= checked + kLongestSleep && check) {
-        checked = now;
-        lock.unlock();
-        try {
-          check();
-        } catch (...) {
-          lock.lock();
-          throw;
+      if (interrupts.are_due()) {
+        if (std::exchange(leads, false)) {  // a handler of the signal may wait here, too
+          leading_ = false;
+          hand_over();
         }
-        lock.lock();
+        interrupts.look(lock);
       }
       const bool says = !said && now >= deadline - timeout_ + warning_after(timeout_);
       if ((now < deadline && !says) || batch.left == 0 || batch.error) continue;

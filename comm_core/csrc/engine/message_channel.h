@@ -8,7 +8,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -94,8 +93,8 @@ class MessageChannel {
   Pending start(Exchange exchange);
 
   // Returns when all messages have arrived and left. Throws EngineError when no byte of them has moved within the time-out, when
-  // a peer is gone or runs a different operation, and after abort(). Calls `check` from time to time, which may throw.
-  void wait(const Pending& pending, const std::function<void()>& check);
+  // a peer is gone or runs a different operation, and after abort().
+  void wait(const Pending& pending);
 
   // Moves also short messages in the background, so that their turn on the link ends when they are over.
   void watch(const Pending& pending);

@@ -250,7 +250,9 @@ void TcpChannel::set_timeout(double seconds) { timeout_ = to_duration(seconds); 
 void TcpChannel::wait(const Request& request) {
   if (request.peer < 0) return;
   std::unique_lock lock(mutex_);
-  Deadline deadline = Clock::now() + timeout_;
+  const Clock::time_point start = Clock::now();
+  Deadline deadline = start + timeout_;
+  Interrupts interrupts(start);
   bool said = false;
   culprit_ = rank_;  // an earlier wait may have timed out and is repeated
   // Try the awaited peer before the first poll(): often its bytes have arrived.
@@ -262,6 +264,7 @@ void TcpChannel::wait(const Request& request) {
     lock.unlock();
     sleep(deadline);
     lock.lock();
+    interrupts.look(lock);
     if (aborted_) throw EngineError(ErrorKind::aborted, reason_);
     if (move_ready()) {
       deadline = Clock::now() + timeout_;

@@ -54,15 +54,10 @@ std::vector<MessageChannel::Parcel> parcels_of(const Parcels& messages, const st
   return parcels;
 }
 
-void check_signals() {
-  const py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
-
 void bind_messages(py::module_& m) {
   py::class_<PendingMessages>(m, "PendingMessages")
       .def(
-          "wait", [](const PendingMessages& p) { p.channel->wait(p.pending, check_signals); }, NoGil())
+          "wait", [](const PendingMessages& p) { p.channel->wait(p.pending); }, MayWait())
       .def(
           "watch", [](const PendingMessages& p) { p.channel->watch(p.pending); }, NoGil())
       .def("done", [](const PendingMessages& p) { return MessageChannel::done(p.pending); });
@@ -78,7 +73,7 @@ void bind_messages(py::module_& m) {
                                               parcels_of(sends, operation),
                                               parcels_of(receives, operation),
                                               std::make_shared<std::pair<Parcels, Parcels>>(sends, receives)};
-            const py::gil_scoped_release no_gil;
+            const WaitsWithoutGil waits;
             return PendingMessages{channel, channel->start(std::move(exchange))};
           },
           py::arg("sends"), py::arg("receives"), py::arg("lane"), py::arg("operation"), py::arg("traffic") = py::none())
@@ -155,11 +150,11 @@ void bind_gate(py::module_& m) {
       .value("activation", Traffic::activation)
       .value("gradient", Traffic::gradient);
   py::class_<LinkGate, std::unique_ptr<LinkGate, py::nodelete>>(m, "LinkGate")
-      .def("begin", &LinkGate::begin, py::arg("traffic"), py::arg("bytes"), py::arg("patience"), NoGil())
+      .def("begin", &LinkGate::begin, py::arg("traffic"), py::arg("bytes"), py::arg("patience"), MayWait())
       .def("end", &LinkGate::end, py::arg("number"), NoGil())
       .def(
           "passing", [](LinkGate& gate, Traffic traffic, int64_t bytes) { gate.pass(traffic, bytes, kNever); }, py::arg("traffic"),
-          py::arg("bytes"), NoGil())
+          py::arg("bytes"), MayWait())
       .def("held_back", &LinkGate::held_back, NoGil())
       .def("record", &LinkGate::record, py::arg("on"), NoGil())
       .def(
@@ -191,6 +186,12 @@ py::list instances_of(const py::type& wanted) {
 }
 
 }  // namespace
+
+void run_signal_handlers() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 }  // namespace commsched
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

@@ -3,7 +3,20 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include "engine/interrupts.h"
+
 namespace commsched {
+
+// Lets Python's handlers of signals run, and throws what they raise: for Ctrl-C a KeyboardInterrupt. Does nothing in other threads
+// than the main one.
+void run_signal_handlers();
+
+// For calls that may wait for other ranks: the GIL is free, and signals are looked for.
+struct WaitsWithoutGil {
+  const py::gil_scoped_release no_gil{};
+  const Interruptible interruptible{run_signal_handlers};
+};
+using MayWait = py::call_guard<WaitsWithoutGil>;
 
 // The engine, its channels and transports, and rows of gradients; translates the engine's exceptions.
 void bind_engine(py::module_& m);

@@ -152,13 +152,19 @@ void run_alone(Transport& transport, Op op, const at::Tensor& tensor, double pos
   BucketSpec spec = make_spec(tensor, std::nullopt, py::none(), 1.0, postscale, false, "alone", std::move(ends), 0);
   check_parts(spec, transport.size());
   spec.gathered = op == Op::AR;
-  const py::gil_scoped_release no_gil;
+  const WaitsWithoutGil waits;
   const Transport::Use use(transport);
   const OpTag tag{step, 0, op, 0};
   transport.prepare(spec);
-  if (op == Op::RS) transport.reduce_scatter(spec, tag);
-  if (op == Op::AG) transport.all_gather(spec, tag);
-  if (op == Op::AR) transport.all_reduce(spec, tag);
+  try {
+    if (op == Op::RS) transport.reduce_scatter(spec, tag);
+    if (op == Op::AG) transport.all_gather(spec, tag);
+    if (op == Op::AR) transport.all_reduce(spec, tag);
+  } catch (const py::error_already_set&) {
+    // The rest of the operation would be taken for the next one, and read into memory that may be gone.
+    transport.abort("rank " + std::to_string(transport.rank()) + " was interrupted by a signal");
+    throw;
+  }
 }
 
 std::shared_ptr<TcpChannel> make_tcp_channel(int rank, const std::vector<std::tuple<int, int, std::string>>& descriptors) {
@@ -172,6 +178,7 @@ void bind_channels(py::module_& m) {
   py::class_<TcpChannel, Channel, std::shared_ptr<TcpChannel>>(m, "TcpChannel")
       .def(py::init(&make_tcp_channel), py::arg("rank"), py::arg("connections"));
   m.def("lost_host", &lost_host, py::arg("descriptor"), py::arg("address"));
+  m.def("set_warning", [](double seconds) { given_warning = seconds; }, py::arg("seconds"));
 }
 
 template <typename T>
@@ -273,10 +280,10 @@ void bind_marks_and_waits(py::class_<Engine, std::shared_ptr<Engine>>& engine) {
       .def(
           "ag_done", [](Engine& e, int b) { return e->done(b, Stage::gathered); }, py::arg("bucket"), NoGil())
       .def(
-          "wait_rs", [](Engine& e, int b) { e->wait(b, Stage::reduced); }, py::arg("bucket"), NoGil())
+          "wait_rs", [](Engine& e, int b) { e->wait(b, Stage::reduced); }, py::arg("bucket"), MayWait())
       .def(
-          "wait_ag", [](Engine& e, int b) { e->wait(b, Stage::gathered); }, py::arg("bucket"), NoGil())
-      .def("wait_all", [](Engine& e) { e->wait_all(); }, NoGil());
+          "wait_ag", [](Engine& e, int b) { e->wait(b, Stage::gathered); }, py::arg("bucket"), MayWait())
+      .def("wait_all", [](Engine& e) { e->wait_all(); }, MayWait());
 }
 
 void bind_the_engine(py::module_& m) {

@@ -98,7 +98,8 @@ inline void PythonTransport::call(const char* method, const Args&... args) {
   try {
     collectives_.attr(method)(args...);
   } catch (py::error_already_set& error) {
-    const std::string text = error.what();  // needs the GIL, as does dropping the exception
+    if (!error.matches(PyExc_Exception)) throw;  // Ctrl-C, if the main thread runs the operation
+    const std::string text = error.what();       // needs the GIL, as does dropping the exception
     throw EngineError(ErrorKind::aborted, text);
   }
 }

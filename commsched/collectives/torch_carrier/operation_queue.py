@@ -207,7 +207,8 @@ class OperationQueue:
         self._flush()
         self._unsent_known.set()  # the sender ends
         self._queue.put(None)
-        deadline = time.monotonic() + settings().timeout
+        # After an error of the script (Ctrl-C in a wait) nobody knows whether the others still take part.
+        deadline = time.monotonic() + (_GRACE_SECONDS if error else settings().timeout)
         while self._running.is_alive() and not self._broken and time.monotonic() < deadline:
             self._running.join(0.1)
         if self._running.is_alive():

@@ -155,6 +155,7 @@ def save(model: nn.Module, optimizer: Any) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs in a shell's background
     hvd.init()
     try:
         train(sys.argv[1])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
+import math
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -30,6 +29,7 @@ from comm_core import (
     link_gate,
     local_message_channels,
     message_channel,
+    set_warning,
     tcp_connections,
 )
 from tests.support.engines import on_ranks
@@ -299,6 +299,22 @@ def test_nothing_comes_and_nothing_can_be_sent(capfd: pytest.CaptureFixture[str]
         assert (error.kind, error.rank, error.peer, error.op) == ("timeout", 0, 1, "stages")
 
 
+def test_the_warning_comes_when_it_was_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+    """It came after a tenth of the time-out, or after 30 s."""
+    left, _right = over_tcp(2)
+    left.set_timeout(0.4)
+    try:
+        for asked, said in (
+            (0.2, ["commsched: rank 0 has waited 0.2 s for rank 1 in x; it waits 0.4 s"]),
+            (math.inf, []),
+        ):
+            set_warning(asked)
+            failure(left.receive(1, 0, [numbers(0)], "x").wait)
+            assert [line.partition(" (COMM")[0] for line in capfd.readouterr().err.splitlines()] == said
+    finally:
+        set_warning(0)
+
+
 def test_a_message_that_came_late_still_arrives() -> None:
     left, right = over_tcp(2)
     left.set_timeout(0.05)
@@ -487,30 +503,6 @@ print("alive")
 def test_a_forked_child_neither_hangs_nor_disturbs() -> None:
     ran = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 0 and ran.stdout == "alive\n", ran.stderr
-
-
-INTERRUPTED = """
-import os, signal, sys, torch
-from comm_core import local_message_channels
-signal.signal(signal.SIGALRM, signal.SIG_DFL)
-signal.alarm(100)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs in a shell's background
-left, right = local_message_channels(2)
-try:
-    print("ready", flush=True)
-    left.receive(1, 0, [torch.ones(1)], "x").wait()
-except KeyboardInterrupt:
-    print("interrupted")
-"""
-
-
-def test_a_wait_can_be_interrupted() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as waits:
-        assert waits.stdout is not None and waits.stdout.readline() == "ready\n"
-        os.kill(waits.pid, signal.SIGINT)
-        assert waits.stdout.read() == "interrupted\n" and waits.wait() == 0
 
 
 DYING = """

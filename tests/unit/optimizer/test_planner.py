@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from commsched.env import Settings
 from commsched.errors import CommError
 from commsched.optimizer import planner
 from commsched.optimizer.planner import Model, Plan, Planner, plan_in_child
@@ -82,6 +83,19 @@ def test_a_failed_search_tells_its_error(monkeypatch):
     monkeypatch.setattr(planner, "_CODE", "raise MemoryError('the search needs more')")
     with pytest.raises(subprocess.SubprocessError, match="status 1: MemoryError: the search needs more"):
         planner.Child("plan").answer()
+
+
+def test_a_search_ends_before_the_other_ranks_give_up(monkeypatch, caplog):
+    """It had as long as they waited, and then rank 0 searched itself."""
+    monkeypatch.delitem(sys.modules, "numba", raising=False)
+    monkeypatch.setattr(planner, "_CODE", "import time; time.sleep(100)")
+    monkeypatch.setattr(planner, "settings", lambda: Settings(timeout=2.0, wait_for_plan=1))
+    profile = TWO.guess([0, 1], LINK)
+    with caplog.at_level(logging.WARNING, logger="commsched"):
+        assert planner_of(TWO).begin(profile, [0, 1], meanwhile=True) == (None, None), "no plan is kept"
+        first = planner_of(TWO, profile=replace(profile, layers=profile.layers[1:])).first([0, 1])
+    assert first.program.policy == "dear", "there was no plan that could be kept"
+    assert caplog.text.count("it took 1 s, half of COMMSCHED_TIMEOUT") == 2
 
 
 @pytest.mark.thorough

@@ -76,7 +76,7 @@ def test_a_stage_that_dies() -> None:
     def work(fabric: Any) -> str:
         pipeline = make(fabric)
         if fabric.rank == 1:
-            fabric.abort()
+            fabric.abort("it has died")
             return ""
         with pytest.raises(CommError) as caught:
             pipeline.step(batches(1)[0])

@@ -1,5 +1,6 @@
 """The environment variables of commsched."""
 
+import math
 from dataclasses import fields
 
 import pytest
@@ -28,6 +29,10 @@ def test_values_are_read():
         ("COMMSCHED_TIMEOUT", "-3", "must be positive"),
         ("COMMSCHED_TIMEOUT", "inf", "must be positive and at most 2592000"),
         ("COMMSCHED_TIMEOUT", "nan", "must be positive and at most 2592000"),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "a minute", "must be a number"),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "0", "must be positive"),
+        ("HOROVOD_STALL_CHECK_DISABLE", "yes", "must be one of 0, 1"),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "-1", "must be at least 0 and at most 2592000"),
         ("COMMSCHED_START_TIMEOUT", "1e12", "must be positive and at most 2592000"),
         ("COMMSCHED_MASTER_PORT", "70000", "must be at least 0 and at most 65535"),
         ("COMMSCHED_MASTER_PORT", "-1", "must be at least 0"),
@@ -45,9 +50,20 @@ def test_a_wrong_value_is_named(variable, value, text):
     assert variable in str(caught.value) and text in str(caught.value) and value in str(caught.value)
 
 
+def test_horovods_variables_set_the_warning_and_the_limit():
+    """They were ignored: every job warned after 30 s."""
+    asked = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "120", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "600"}
+    read = read_settings(asked)
+    assert (read.warning, read.timeout) == (120, 600)
+    read = read_settings(asked | {"HOROVOD_STALL_CHECK_DISABLE": "1", "COMMSCHED_TIMEOUT": "900"})
+    assert (read.warning, read.timeout) == (math.inf, 900)
+    read = read_settings({"HOROVOD_STALL_CHECK_DISABLE": "0", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"})
+    assert (read.warning, read.given_warning, read.timeout) == (30, 0, 1800)
+
+
 def test_every_variable_is_documented():
     lines = describe().splitlines()
     assert len(lines) == len(fields(Settings))
     for item, line in zip(fields(Settings), lines, strict=True):
         assert line.startswith(item.metadata["variable"]) and item.metadata["doc"] in line
-        assert item.metadata["variable"].startswith("COMMSCHED_")
+        assert item.metadata["variable"].startswith(("COMMSCHED_", "HOROVOD_STALL_"))
