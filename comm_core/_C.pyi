@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 CUDA_BUILT: bool
+LATE: str
+"""The dispatch key of `set_late`."""
 _T = TypeVar("_T")
 
 class Channel:
@@ -111,6 +113,9 @@ def gradients_held(parameters: list[Tensor]) -> list[int]:
     it, or a graph that saved it.
     """
 
+def ignore_late(ignore: bool) -> bool:
+    """Let the dispatcher pass the mark of `set_late` over in this thread, or not; return which it did."""
+
 def instances_of(type: type[_T]) -> list[_T]:
     """Return the instances of a class among all objects that the garbage collector knows."""
 
@@ -138,6 +143,12 @@ def quantise_blocks(
 
     For each 256 float32 values: a float32 scale, then their codes, as `add_bucket(wire_dtype=)` sends them.
     `baseline`: with the code for any x86-64, though the processor may have more.
+    """
+
+def set_late(tensor: Tensor, late: bool) -> bool:
+    """Mark a tensor, or not; return whether it was. Operators that take it go to the kernel of key `LATE`.
+
+    Views, `.data` and detached tensors of it that are made under `ignore_late` have the mark, too.
     """
 
 def set_warning(seconds: float) -> None:

@@ -109,7 +109,8 @@ class Agreement:
         if self._ranks.rank == 0:
             why = (
                 "the ranks' parameters differ before the first step, so each rank trains a model of its own:"
-                " they were neither broadcast nor seeded alike"
+                " they were neither broadcast nor seeded alike, or code has changed them since on each rank"
+                " for itself (weights that are perturbed and restored come back with rounding)"
                 if number == 1
                 else f"the ranks' parameters have drifted apart by round {number}, and were equal when"
                 " training began: ranks on unlike processors or with unlike numbers of threads may round"

@@ -11,6 +11,10 @@ read therefore keep one class, ``CompiledParameter``, whether they are pending o
 ``Module.zero_grad`` reads every gradient only to clear it, and ``p.grad = None`` replaces it. The parameter's
 ``Access`` notes that, so that the call does not wait for all gradients.
 
+Functions that call no ``__torch_function__`` (of TorchScript or a C++ extension, ``torch.tensor``, ...) call
+operators, which torch's dispatcher sends to ``operate`` first: ``comm_core.set_late`` gives a late parameter
+a key for that. Parameters of compiled graphs do not get it, because graphs check keys, too.
+
 What cannot be intercepted is an alias of the memory made earlier (``p.detach()`` kept by the user).
 ``storages_held`` finds those by the storage's reference count; such parameters are never left pending.
 """
@@ -18,6 +22,7 @@ What cannot be intercepted is an alias of the memory made earlier (``p.detach()`
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
@@ -26,6 +31,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+
+from comm_core import LATE, ignore_late, set_late
 
 
 class Access(NamedTuple):
@@ -41,6 +48,7 @@ class Access(NamedTuple):
 # The accesses of pending parameters, by id. An attribute would be pickled with the parameter.
 _accesses: dict[int, Access] = {}
 _only_gradients: set[int] = set()  # the ids among them whose value is complete
+_registering = threading.Lock()  # torch refuses a second kernel for a key
 
 _grad: Any = torch.Tensor.grad
 _requires_grad: Any = torch.Tensor.requires_grad
@@ -91,7 +99,7 @@ class PendingParameter(nn.Parameter):
             complete(args[0])
             if _is_replaced(args[0], grad):  # a step on shards has left no gradient
                 return None
-        found = list(_pending_in((args, kwargs)))
+        found: list[Any] = list(_tensors_in((args, kwargs), PendingParameter))
         for parameter in found:
             if func in _GRAD or id(parameter) not in _only_gradients:
                 complete(parameter)
@@ -154,30 +162,51 @@ def can_pend(parameter: torch.Tensor) -> bool:
 
 
 @cache
-def _complete_before_functions() -> None:
-    """Complete parameters that are given to an ``autograd.Function``.
+def _complete_before_functions() -> torch.library.Library:
+    """Complete parameters given to an ``autograd.Function``, a function of TorchScript, or an operator.
 
-    ``apply`` calls no ``__torch_function__``, and neither does a C++ extension that its forward calls.
+    The first two call no ``__torch_function__``, and may read memory without an operator: a C++ extension
+    that a forward calls, and kernels that TorchScript has fused. The result registers the operators' kernel.
     """
-    plain = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
-    @wraps(plain)
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        for parameter in _pending_in((args, kwargs)):
-            complete_value(parameter)
-        return plain(cls, *args, **kwargs)
+    def completing(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(plain)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for parameter in _tensors_in((args, kwargs), PendingParameter):
+                complete_value(parameter)
+            return plain(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+        return call
+
+    def operate(operator: Any, *args: Any, **kwargs: Any) -> Any:
+        for tensor in _tensors_in((args, kwargs), torch.Tensor):
+            if isinstance(tensor, PendingParameter):
+                complete_value(tensor)
+            elif set_late(tensor, False):  # ``tensor.data = parameter`` copied the key: it may be any
+                for key, access in list(_accesses.items()):
+                    if key not in _only_gradients:
+                        access.complete()
+        return operator(*args, **kwargs)
+
+    function: Any = torch.autograd.Function
+    function.apply = classmethod(completing(function.apply.__func__))
+    script: Any = torch.jit.ScriptFunction
+    script.__call__ = completing(script.__call__)
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(operate, LATE)
+    return library
 
 
 def mark_pending(parameter: nn.Parameter, access: Access, only_grad: bool = False) -> None:
     """Intercept the next access (to the gradient)."""
-    _complete_before_functions()
+    with _registering:
+        _complete_before_functions()
     key = id(parameter)
     _accesses[key] = access
     (_only_gradients.add if only_grad else _only_gradients.discard)(key)
     if type(parameter) is not CompiledParameter:
         parameter.__class__ = PendingGradient if only_grad else PendingParameter
+        set_late(parameter, not only_grad)
 
 
 def clear_pending(parameter: nn.Parameter, only: Access | None = None) -> None:
@@ -188,6 +217,7 @@ def clear_pending(parameter: nn.Parameter, only: Access | None = None) -> None:
         _only_gradients.discard(id(parameter))
         if type(parameter) is not CompiledParameter:
             parameter.__class__ = nn.Parameter
+            set_late(parameter, False)
 
 
 def complete(parameter: nn.Parameter) -> None:
@@ -197,6 +227,7 @@ def complete(parameter: nn.Parameter) -> None:
     elif type(parameter) is not CompiledParameter:
         # Its owner no longer exists: make it an ordinary parameter again.
         parameter.__class__ = nn.Parameter
+        set_late(parameter, False)
 
 
 def complete_value(parameter: nn.Parameter) -> None:
@@ -258,6 +289,7 @@ def keep_class(parameter: torch.Tensor) -> None:
     """Give a parameter the class that it keeps, because a compiled graph reads it."""
     if can_pend(parameter):
         parameter.__class__ = CompiledParameter
+        set_late(parameter, False)
 
 
 def release_class(parameter: torch.Tensor) -> None:
@@ -277,6 +309,17 @@ def ordinary(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         for parameter in compiled:
             parameter.__class__ = CompiledParameter
+
+
+@contextmanager
+def without_completing() -> Iterator[None]:
+    """Within this context nothing completes a parameter, whose value may be anything."""
+    before = ignore_late(True)
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            yield
+    finally:
+        ignore_late(before)
 
 
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -329,9 +372,9 @@ def _is_replaced(parameter: nn.Parameter, grad: torch.Tensor | None) -> bool:
     return access is not None and access.replaced(grad)
 
 
-def _pending_in(tree: Any) -> Iterator[nn.Parameter]:
-    if isinstance(tree, PendingParameter):
+def _tensors_in(tree: Any, kind: type[torch.Tensor]) -> Iterator[Any]:
+    if isinstance(tree, kind):
         yield tree
     elif isinstance(tree, (dict, list, tuple)):
         for item in tree.values() if isinstance(tree, dict) else tree:
-            yield from _pending_in(item)
+            yield from _tensors_in(item, kind)

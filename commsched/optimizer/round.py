@@ -101,6 +101,7 @@ from commsched.optimizer.pending import (
     raw_grad,
     release_class,
     set_raw_grad,
+    without_completing,
 )
 from scheduler.ir.program import Program
 
@@ -866,9 +867,19 @@ class Round:
         self.complete(params)
         self.raise_failed()
 
-    def _leave_filling(self) -> None:
-        """Seal a round whose backward has ended unnoticed, after that of an inner one."""
+    def _leave_filling(self, whole: bool = False) -> None:
+        """Seal a round whose backward has ended unnoticed, after that of an inner one.
+
+        ``whole``: for a call that concerns all gradients, such as ``step()``.
+        """
         if self.running or _task() != -1:
+            if whole:
+                raise ValueError(
+                    f"rank {self.ranks.rank}: step(), synchronize() or zero_grad() is called inside of the"
+                    " backward that computes this optimizer's gradients; call it after the backward, or let"
+                    " one optimizer of all parameters update inside of it, with gather='parameters' and"
+                    " early_step=True"
+                )
             raise ValueError(
                 f"rank {self.ranks.rank}: a gradient is read or set inside of the backward that computes it,"
                 " after it was handed over to be reduced; do so in a hook of that parameter"
@@ -1058,7 +1069,7 @@ class Round:
             kinds.setdefault((gradient.param.dtype, gradient.param.device), []).append(gradient)
         for (dtype, _), same in kinds.items():
             wire = self.scaling.wire_type(dtype) or dtype
-            with torch._C.DisableTorchFunctionSubclass():  # the parameters' values may be pending
+            with without_completing():  # the parameters' values may be pending
                 mine = [
                     torch.zeros_like(g.param, requires_grad=False) if g.apart is None else g.apart.to_dense()
                     for g in same
@@ -1366,7 +1377,7 @@ class Round:
         """``zero_grad``: pending gradients are cleared on arrival, a round without a step is discarded."""
         with self.lock:
             if self.state is State.FILLING:
-                self._leave_filling()
+                self._leave_filling(whole=True)
             there: list[Gradient] = []  # gradients that plain PyTorch would show now
             raised = self.state is State.RAISED
             if raised:
@@ -1428,7 +1439,7 @@ class Round:
         """End a round whose gradients user code has cleared one by one, or whose backward has raised."""
         with self.lock:
             if self.state is State.FILLING:
-                self._leave_filling()
+                self._leave_filling(whole=True)
             if self.state is State.RAISED:
                 self._leave_raised()
             elif self.state is State.SENT and self._all_cleared():
@@ -1466,7 +1477,7 @@ class Round:
         with self.lock:
             self._draining = True  # all ranks come to the end of this optimizer, whatever others there are
             if self.state is State.FILLING:
-                self._leave_filling()
+                self._leave_filling(whole=True)
             if self.state is State.RAISED:
                 self._abandon()
             elif self.state is State.SENT:

@@ -80,7 +80,7 @@ from commsched.optimizer.planner import Model, Observed, Options, Plan, Planner,
 from commsched.optimizer.reports import StepReports, Timeline, few
 from commsched.optimizer.round import Round, State
 from commsched.optimizer.sharded_step import ShardedStep
-from commsched.optimizer.whole_step import StepMode, WholeStep
+from commsched.optimizer.whole_step import StepMode, WholeStep, is_separable
 from commsched.process import failure_monitor
 from scheduler.ir.profile import Profile
 
@@ -537,11 +537,14 @@ class Session:
         self.planner.learn(seen)
         model = self.planner.model
         if not rows:
-            warnings.warn(
-                "commsched could not time the forward of this model (no module's forward was seen before the"
-                " backward); it plans from sizes alone",
-                stacklevel=2,
-            )
+            # Bare tensors have no forward to time, and an update of all parameters at once hides nothing.
+            can_time = bool(self.hooks.owners) and is_separable(self._optimizer._base)
+            if can_time and self.backend.ranks.rank == 0:
+                warnings.warn(
+                    "commsched could not time the forward of this model (no module's forward was seen before"
+                    " the backward); it plans from sizes alone",
+                    stacklevel=2,
+                )
             profile = model.guess(self.order, self.planner.link)
         else:
             profile = self._profile(rows, source)

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from comm_core import shares_storage, storage_holders
+from comm_core import set_late, shares_storage, storage_holders
 from commsched.backends.interface import Backend
 from commsched.backends.ranks import Members
 from commsched.collectives.operations import broadcast_object
@@ -41,7 +41,14 @@ from commsched.errors import CommError
 from commsched.optimizer.agreement import Settings, settings_of
 from commsched.optimizer.buckets import Buffers
 from commsched.optimizer.gradient import Gradient, OptimizerState
-from commsched.optimizer.pending import Access, clear_pending, mark_pending, raw_grad, set_raw_grad
+from commsched.optimizer.pending import (
+    Access,
+    clear_pending,
+    mark_pending,
+    raw_grad,
+    set_raw_grad,
+    without_completing,
+)
 from commsched.optimizer.planner import WHOLE
 from commsched.optimizer.round import State
 from commsched.optimizer.whole_step import (
@@ -686,13 +693,15 @@ class ShardView:
 
     def bind(self) -> None:
         """Follow a parameter to other memory: user code may have assigned ``p.data``."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_completing():
             param = self.gradient.param
             place = (param.data_ptr(), param.stride())
             if place == self.place and param.stride() == self.like.stride():
                 return
             self.place = place
-            self.weight = self._elements(param.detach())
+            weight = param.detach()
+            set_late(weight, False)
+            self.weight = self._elements(weight)
             if self.master is None:
                 self.leaf.data = self.weight
 

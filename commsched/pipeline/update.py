@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from commsched.optimizer.buckets import Buffers, Layout
 from commsched.optimizer.gradient import RESIDUAL, Gradient
-from commsched.optimizer.pending import Access, can_pend, clear_pending, mark_pending
+from commsched.optimizer.pending import Access, can_pend, clear_pending, mark_pending, without_completing
 from commsched.optimizer.sharded_step import (
     HALVES,
     KEY,
@@ -576,7 +576,7 @@ class Stepped(Update):
             return
         assert self.buckets is not None
         # The forward in which this is called sees its own operations only, and no parameter completes itself.
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), without_completing():
             for bucket in sorted(version.pending, reverse=True):
                 if places is None or not places.isdisjoint(self.buckets.layout.slices[bucket].params):
                     self.buckets.take_in(version, bucket)

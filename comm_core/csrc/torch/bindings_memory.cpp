@@ -1,4 +1,5 @@
-// Memory that user code may keep: gradients that are parts of a flat buffer, and who refers to them.
+// Memory that user code may keep: gradients that are parts of a flat buffer, and who refers to them. At the end, the
+// mark of parameters whose values have not come.
 //
 // A tensor consists of two objects with a reference count each:
 //
@@ -26,6 +27,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -324,6 +326,36 @@ void move_out(const py::handle& tensor) {
   storage->set_resizable(allocator != nullptr);
 }
 
+// ------------------------------------------------------------------------------------------------ late parameters
+//
+// torch's dispatcher takes the kernel of an operator by the keys of its tensors, the highest key first:
+//
+//     DeferredInit > ... > Autocast > Autograd > ... > CPU, CUDA, ...
+//
+// Nothing in torch uses DeferredInit, which is there for extensions. A late parameter has it: so every operator that
+// takes the parameter, called from Python, from TorchScript or from C++, comes to the kernel of pending.py first, before
+// autograd saves anything. That kernel completes the parameter, whose key goes, and calls the operator again.
+
+constexpr c10::DispatchKey LATE = c10::DispatchKey::DeferredInit;
+
+struct Keys : c10::TensorImpl {
+  using c10::TensorImpl::key_set_;  // torch lets its own classes set it
+};
+
+bool set_late(const py::handle& tensor, bool late) {
+  c10::DispatchKeySet& keys = borrowed(tensor).unsafeGetTensorImpl()->*(&Keys::key_set_);
+  const bool before = keys.has(LATE);
+  keys = late ? keys.add(LATE) : keys.remove(LATE);
+  return before;
+}
+
+// In this thread.
+bool ignore_late(bool ignore) {
+  const bool before = c10::impl::tls_is_dispatch_key_excluded(LATE);
+  c10::impl::tls_set_dispatch_key_excluded(LATE, ignore);
+  return before;
+}
+
 }  // namespace
 
 void bind_memory(py::module_& m) {
@@ -339,6 +371,9 @@ void bind_memory(py::module_& m) {
   m.def("source_addresses", &source_addresses, py::arg("tensors"), py::arg("needed"), py::arg("like"));
   m.def("foreign_uses", &foreign_uses, py::arg("parameter"));
   m.def("foreign_users", &foreign_users, py::arg("parameters"));
+  m.attr("LATE") = c10::toString(LATE);
+  m.def("set_late", &set_late, py::arg("tensor"), py::arg("late"));
+  m.def("ignore_late", &ignore_late, py::arg("ignore"));
 }
 
 }  // namespace commsched

@@ -24,7 +24,7 @@ from commsched.optimizer import round as rounds
 from commsched.optimizer.session import SAMPLES, WARM_UP, Session
 from scheduler.ir.profile import Profile
 from tests.support.cases import Me, case, main
-from tests.support.oracle import batch, release
+from tests.support.oracle import batch, release, seeded
 from tests.support.reference_run import Twin, momentum, searching
 from tests.support.uneven import GATHERS
 
@@ -96,6 +96,45 @@ def train(twin: Twin, steps: range) -> None:
 
 def forward(profile: Profile) -> float:
     return sum(layer.forward for layer in profile.layers if layer.bytes)
+
+
+class Functional(nn.Module):
+    """Runs the forward of no module that has parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.layer.weight)
+
+
+@case()
+def a_forward_that_is_not_seen_is_mentioned_once_where_it_matters(me: Me) -> None:
+    """Bare tensors (architecture parameters, prompts) and LBFGS have nothing to gain from its times."""
+    bare = torch.ones(12, 12, requires_grad=True)
+    functional, whole = seeded(Functional), seeded(Stack)
+    trained: list[tuple[Callable[[torch.Tensor], torch.Tensor], torch.optim.Optimizer, bool]] = [
+        (lambda x: torch.tanh(x @ bare), torch.optim.SGD([bare], lr=0.1), False),
+        (whole, torch.optim.LBFGS(whole.parameters(), lr=0.1, max_iter=2), False),
+        (functional, torch.optim.SGD([functional.layer.weight], lr=0.1), me.rank == 0),
+    ]
+    for model, inner, told in trained:
+        optimizer: Any = hvd.DistributedOptimizer(inner)
+
+        def closure(model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(batch(me.rank, 0)).square().mean()
+            loss.backward()
+            return loss
+
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(WARM_UP + SAMPLES + 1):
+                optimizer.step(closure)
+        texts = [str(one.message) for one in seen if "could not time the forward" in str(one.message)]
+        assert len(texts) == told, (inner, texts)
+        release(optimizer)
 
 
 @case()

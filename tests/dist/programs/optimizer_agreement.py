@@ -104,6 +104,24 @@ def other_parameters_at_the_start_are_named(me: Me) -> None:
 
 
 @case()
+def weights_that_were_restored_with_rounding_are_not_said_to_be_drawn_apart(me: Me) -> None:
+    """DARTS moves weights by a gradient of the rank's own data, and back, before the first step."""
+    model = seeded(mlp)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    with torch.no_grad():
+        for p in model.parameters():
+            moved = torch.full_like(p, 0.3 + me.rank)
+            p.add_(moved).sub_(moved)
+    with warnings.catch_warnings(record=True) as seen:
+        train(me, model, optimizer, range(2), strict=False)
+    texts = [str(one.message) for one in seen if "before the first step" in str(one.message)]
+    assert len(texts) == (me.rank == 0), texts
+    assert all("or code has changed them since" in text for text in texts), texts
+    release(optimizer)
+
+
+@case()
 def the_order_of_horovods_scripts(me: Me) -> None:
     """They wrap, then broadcast; rank 0 may have loaded another learning rate before."""
     model = seeded(mlp, seed=me.rank)

@@ -123,6 +123,43 @@ def reading_any_way_is_up_to_date(me: Me) -> None:
 
 
 @case()
+def readers_of_cpp_code_are_up_to_date(me: Me) -> None:
+    """They call no ``__torch_function__``: see tests/unit/optimizer/test_pending.py for all of them."""
+    script: Any = torch.jit.CompilationUnit("def square(x): return x * x\n")
+
+    def gradient(model: nn.Module) -> torch.Tensor:
+        weight = model[2].weight
+        return torch.autograd.grad(script.square(weight).sum(), weight)[0]
+
+    def memory_of(model: nn.Module) -> torch.Tensor:
+        other = torch.zeros(1)
+        other.data = model[2].weight
+        return other.clone()
+
+    looks: list[Callable[[nn.Module], Any]] = [
+        lambda m: script.square(m[2].weight),
+        gradient,
+        memory_of,
+        lambda m: torch.Tensor(m[2].weight).clone(),
+        lambda m: torch.tensor(m[4].bias),
+        lambda m: torch.ones(1).new_tensor(m[0].weight),
+        lambda m: torch.zeros(1).set_(m[2].weight).clone(),
+        lambda m: torch.func.grad(lambda w: (w * w).sum())(m[2].weight),
+        lambda m: torch.func.vjp(torch.square, m[0].weight)[0],
+        lambda m: torch.nested.nested_tensor([m[2].weight])[0],
+    ]
+    for look in looks:
+        watch(me, look, steps=3)
+        twin = Twin(me, mlp, gather="parameters")
+        for step in range(3):
+            twin.step(loss_of(step))
+            seen = look(twin.model)
+            twin.model.state_dict()  # waits
+            assert_same_bits([seen], [look(twin.model)], f"what was seen in step {step}")
+        release(twin.optimizer)
+
+
+@case()
 def scripted_and_traced_models_are_up_to_date(me: Me) -> None:
     """Compiled code asks for no parameter, so what it reads is complete after each step."""
     given = batch(99, 0)

@@ -84,6 +84,25 @@ def test_states_and_classes_along_a_step() -> None:
     run_threads(2, rank_body)
 
 
+def test_a_step_inside_of_its_backward_is_told_where_it_belongs() -> None:
+    """One optimizer for each parameter, stepped in the parameter's hook, was advised to use that hook."""
+
+    def rank_body(rank: int, channels: Channels) -> None:
+        model = mlp()
+        now, _ = round_of(model, local_backend(channels, rank))
+        acts = [now.require_sent, lambda: now.clear_grads(True)]
+        for act in acts:
+            handle = model[2].weight.register_post_accumulate_grad_hook(lambda _, act=act: act())
+            with pytest.raises(ValueError, match="after the backward.* early_step=True") as error:
+                model(batch(rank)).square().mean().backward()
+            assert "register_post_accumulate_grad_hook" not in str(error.value)
+            handle.remove()
+            now.clear_grads(True)
+        now.backend.close()
+
+    run_threads(2, rank_body)
+
+
 def test_step_does_not_wait_for_a_slow_rank_but_the_forward_does() -> None:
     stepped, order = threading.Event(), list[str]()
 
