@@ -38,7 +38,7 @@ class Settings:
     stall_check: float = _setting(
         "HOROVOD_STALL_CHECK_TIME_SECONDS",
         0.0,
-        "seconds after which a rank says for whom it waits and in what, instead of that rule",
+        "seconds after which a rank says for whom it waits and in what; unset or 0: that rule",
     )
     stall_check_disable: str = _setting(
         "HOROVOD_STALL_CHECK_DISABLE", "", "1: no rank says for whom it waits", ("", "0", "1")
@@ -147,8 +147,9 @@ def _parse(variable: str, text: str, default: Any, most: float) -> Any:
         value = float(text) if isinstance(default, float) else int(text)
     except ValueError:
         raise ValueError(f"{variable} must be a number, but is {text!r}") from None
-    if not 0 <= value <= most or (value == 0 and isinstance(default, float)):
-        least = "positive" if isinstance(default, float) else "at least 0"
+    is_positive = isinstance(default, float) and default > 0
+    if not 0 <= value <= most or (value == 0 and is_positive):
+        least = "positive" if is_positive else "at least 0"
         raise ValueError(f"{variable} must be {least} and at most {most:.0f}, but is {text!r}")
     return value
 

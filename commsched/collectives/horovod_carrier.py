@@ -45,6 +45,31 @@ def _broken(error: Exception) -> str:
 
 
 @contextmanager
+def _stall_limits() -> Iterator[None]:
+    """Give Horovod our limits while it starts: by default it waits for an absent rank for ever.
+
+    It gives up only where it warns, and not before that.
+    """
+    now = settings()
+    seconds = max(2, int(now.timeout))
+    limits = {
+        "HOROVOD_STALL_CHECK_DISABLE": "0",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, int(min(now.warning, seconds)))),
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(seconds),
+    }
+    users = {name: os.environ.get(name) for name in limits}
+    os.environ.update(limits)
+    try:
+        yield
+    finally:  # the next init() reads what the user has set
+        for name, value in users.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
 def _own_errors(horovod: ModuleType) -> Iterator[None]:
     """Turn Horovod's failures into ``CommError``; its ``ValueError`` pass."""
     try:
@@ -65,22 +90,18 @@ class HorovodCarrier(Carrier):
                 f"Horovod can not run under {launch.launcher}; start the script with horovodrun or mpirun, "
                 "or unset COMMSCHED_RUNTIME"
             )
-        # By default Horovod only warns about an absent rank and waits for ever.
-        seconds = max(2, int(settings().timeout))
-        warning = max(1, int(min(settings().warning, seconds)))  # whole seconds
-        os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(warning))
-        os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(seconds))
         os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
         os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
-        if launch.mpi and launch.size > 1:
-            # Only one library may initialise MPI in a process, and Horovod must be it: Horovod starts first
-            # and then broadcasts rank 0's address.
-            self._horovod.init()
-            self.meeting = meet(launch, self._broadcast)
-        else:
-            self.meeting = meet(launch)
-            _forget_former_init(self.meeting)
-            self._horovod.init()
+        with _stall_limits():
+            if launch.mpi and launch.size > 1:
+                # Only one library may initialise MPI in a process, and Horovod must be it: Horovod starts
+                # first and then broadcasts rank 0's address.
+                self._horovod.init()
+                self.meeting = meet(launch, self._broadcast)
+            else:
+                self.meeting = meet(launch)
+                _forget_former_init(self.meeting)
+                self._horovod.init()
         self.launch = launch
         self._names = OperationNames()
         self._join: JoinHandle | None = None

@@ -612,14 +612,15 @@ class Child:
         self._thread.start()
 
     def _talk(self, request: bytes) -> None:
-        limit = settings().timeout / 2  # the other ranks may have begun to wait sooner
+        now = settings()
+        limit = now.timeout / (2 if now.wait_for_plan else 1)  # other ranks may have begun to wait sooner
         try:
             self._said, self._errors = self._process.communicate(request, timeout=limit)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             self._process.kill()
             self._process.wait()
             if isinstance(error, subprocess.TimeoutExpired):
-                self._errors = f"it took {limit:g} s, half of COMMSCHED_TIMEOUT".encode()
+                self._errors = f"it took {limit:g} s (COMMSCHED_TIMEOUT is {now.timeout:g})".encode()
 
     @property
     def has_ended(self) -> bool:

@@ -915,12 +915,13 @@ class Round:
             if self.late:
                 self.reduce_apart()
             done, slices, touched = self.done, self.buffers.layout.slices, dict[int, None]()
-            for bucket in buckets:
-                if not done[bucket]:
-                    if not self.backend.is_gathered(bucket):
-                        self.timed(self.bucket_names[bucket], self.backend.wait_gathered, bucket)
-                    done[bucket] = True
-                    touched.update(dict.fromkeys(slices[bucket].params))
+            missing = [bucket for bucket in buckets if not done[bucket]]
+            for bucket in missing:  # all waits come first: Ctrl-C may end one, and a script may go on
+                if not self.backend.is_gathered(bucket):
+                    self.timed(self.bucket_names[bucket], self.backend.wait_gathered, bucket)
+            for bucket in missing:
+                done[bucket] = True
+                touched.update(dict.fromkeys(slices[bucket].params))
             if self.rest and any([self.used[i] >= SPARSE for i in touched]):
                 self.reduce_apart()
             gradients = self.gradients

@@ -112,19 +112,19 @@ class Pipeline:
         **options: Any,
     ) -> None:
         build.check_functions(loss, optimizer, count)
-        if isinstance(model, Chain) and (inside or example is not None or weights is not None):
-            raise ValueError(
-                "inside=, example= and weights= belong to the Chain that you passed: make it with them"
-            )
-        if optimizer is None and (on_step is not None or master_weights):
-            raise ValueError(
-                "on_step= and master_weights= are for steps of the pipeline: pass optimizer=, too"
-            )
-        build.check_decided(Pipeline, locals())
         self.fabric = ProcessFabric() if fabric is None else fabric
         self.rank = self.fabric.rank
         self._health = Health(self.fabric.abort)
-        with self._health.guarded():  # a model or an optimizer may fail on this rank alone
+        with self._health.guarded():  # arguments, a model or an optimizer may fail on this rank alone
+            if isinstance(model, Chain) and (inside or example is not None or weights is not None):
+                raise ValueError(
+                    "inside=, example= and weights= belong to the Chain that you passed: make it with them"
+                )
+            if optimizer is None and (on_step is not None or master_weights):
+                raise ValueError(
+                    "on_step= and master_weights= are for steps of the pipeline: pass optimizer=, too"
+                )
+            build.check_decided(Pipeline, locals())
             chain = model if isinstance(model, Chain) else Chain(model, inside, example, weights=weights)
             checkpoint.allow_state_dict(chain.model)
             mesh = mesh or (len(placements or ranks or range(self.fabric.size)), 1)
@@ -173,6 +173,7 @@ class Pipeline:
         build.share_weights(chain, self.layout, self.fabric, self._lane, self.stages, shared)
         maker = UpdateMaker(chain, self.program, self.fabric, optimizer, on_step, hosts, self._names)
         self._updates = maker.make(self.stages, ties)
+        self._health.close = self._close_updates
         self._losses = Losses(self.layout, self.fabric, self.stages)
         terms = None if count is None else Terms(count, self.layout, self.fabric)
         self._inputs = Inputs(self.layout, self.rank, self.stages, chain.arguments, terms)
@@ -418,9 +419,12 @@ class Pipeline:
 
     def close(self) -> None:
         """Ends the engines, and messages over NCCL."""
+        self._close_updates()
+        self._interpreter.exchange.close(self._health.failed)
+
+    def _close_updates(self) -> None:
         for update in self._updates.values():
             update.close()
-        self._interpreter.exchange.close(self._health.failed)
 
 
 # -- ``Hybrid``: the first stages on tiles, the rest on whole images, with replicas and micro-batches --------

@@ -64,6 +64,37 @@ def test_gradients_are_means_in_rank_order(size: int, policy: str) -> None:
         assert all(torch.equal(g, e) for g, e in zip(grads, expected, strict=True))
 
 
+def test_a_wait_that_ctrl_c_ends_can_be_made_again() -> None:
+    """Each bucket but the first ends its first wait so. Buckets that had come before were never shown."""
+    expected = [mean_of(grads) for grads in zip(*map(local_gradients, range(2)), strict=True)]
+
+    def rank_body(rank: int, channels: Channels) -> list[torch.Tensor]:
+        model = mlp()
+        now, hooks = round_of(model, local_backend(channels, rank), "dear")
+        buckets, ended = range(len(now.buffers.layout.slices)), set[int]()
+        wait = now.backend.wait_gathered
+
+        def wait_gathered(bucket: int) -> None:
+            if bucket in buckets[1:] and bucket not in ended:
+                ended.add(bucket)
+                raise KeyboardInterrupt
+            wait(bucket)
+
+        now.backend.is_gathered = lambda bucket: False  # type: ignore[method-assign]
+        now.backend.wait_gathered = wait_gathered  # type: ignore[method-assign]
+        model(batch(rank)).square().mean().backward()
+        while len(ended) < len(buckets) - 1:
+            with pytest.raises(KeyboardInterrupt):
+                now.complete_buckets(buckets)
+        grads = [p.grad.clone() for p in model.parameters()]
+        hooks.remove()
+        now.backend.close()
+        return grads
+
+    for grads in run_threads(2, rank_body):
+        assert all(torch.equal(g, e) for g, e in zip(grads, expected, strict=True))
+
+
 def test_states_and_classes_along_a_step() -> None:
     def rank_body(rank: int, channels: Channels) -> None:
         model = mlp()
