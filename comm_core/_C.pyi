@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 CUDA_BUILT: bool
-LATE: str
-"""The dispatch key of `set_late`."""
 _T = TypeVar("_T")
 
 class Channel:
@@ -113,6 +111,12 @@ def gradients_held(parameters: list[Tensor]) -> list[int]:
     it, or a graph that saved it.
     """
 
+def complete_late_by(complete: Callable[[list[Tensor]], None]) -> None:
+    """Let operators call this with those of their tensors that `set_late` has marked, before they run.
+
+    If tensors are marked afterwards, the operator runs as if they were not.
+    """
+
 def ignore_late(ignore: bool) -> bool:
     """Let the dispatcher pass the mark of `set_late` over in this thread, or not; return which it did."""
 
@@ -146,7 +150,7 @@ def quantise_blocks(
     """
 
 def set_late(tensor: Tensor, late: bool) -> bool:
-    """Mark a tensor, or not; return whether it was. Operators that take it go to the kernel of key `LATE`.
+    """Mark a tensor, or not; return whether it was. Operators that take it call what `complete_late_by` has.
 
     Views, `.data` and detached tensors of it that are made under `ignore_late` have the mark, too.
     """

@@ -8,7 +8,6 @@ import torch  # noqa: F401  (loads the libraries that the extension is linked ag
 
 from comm_core._C import (
     CUDA_BUILT,
-    LATE,
     Channel,
     DirectTransport,
     LinkGate,
@@ -21,6 +20,7 @@ from comm_core._C import (
     TwoTierTransport,
     alias_of,
     changed_rows,
+    complete_late_by,
     foreign_users,
     foreign_uses,
     gradients_held,
@@ -63,7 +63,6 @@ __all__ = [
     "EngineError",
     "HOST_TIMEOUT",
     "Host",
-    "LATE",
     "LinkGate",
     "MessageChannel",
     "NotShared",
@@ -80,6 +79,7 @@ __all__ = [
     "alias_of",
     "ask_store",
     "changed_rows",
+    "complete_late_by",
     "close_in_children",
     "foreign_users",
     "foreign_uses",

@@ -37,13 +37,13 @@ import shutil
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ _NESTING = (dict, OrderedDict)  # other kinds of dictionaries, such as Counter, 
 _GENERATION = re.compile(r"\d{8}-[0-9a-f]{8}")
 _MANIFEST = re.compile(r"manifest-(\d{1,9})\.json")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_CHUNK = 16 << 20
+_CHUNK, _SMALL = 16 << 20, 64 << 10  # bytes: at most in one write; of pieces that are written together
 _NICENESS = 10  # of the thread that writes: where it shares the processor with training, it takes idle time
 _MARK = "whole"  # in a first generation: all ranks had written it
 _SHOWN = 80  # characters of a wrong value in an error
@@ -115,13 +115,14 @@ def save(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> Saving:
     for other, (*_, digest, _) in enumerate(told):
         if digest != told[0][2]:
             _raise_difference(taken.signature, other)
-    others = {".metadata": [taken.metadata([items for *_, items in told])]} if me == 0 else {}
+    others = {".metadata": _bytes(taken.metadata([items for *_, items in told]))} if me == 0 else {}
     manifest = {"format": _FORMAT, "generation": name, "rank": me, "ranks": size(), "items": taken.items}
+    taken.forget()
     whole = here.whole
     here.known.add(name)
 
     def write() -> None:
-        _write(here.path, whole, manifest, {_part(me): taken.content(), **others})
+        _write(here.path, whole, manifest, {_part(me): taken.write_to, **others})
 
     here.saving = Saving(here, name, write, taken.arrivals)
     return here.saving
@@ -182,7 +183,8 @@ class Saving:
     def _run(self, write: Callable[[], None]) -> None:
         if threading.current_thread() is self._thread:
             with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, self._thread.native_id or 0, _NICENESS)
+                present = os.getpriority(os.PRIO_PROCESS, 0)
+                os.setpriority(os.PRIO_PROCESS, 0, min(19, present + _NICENESS))  # of this thread
         try:
             write()
         except BaseException as error:
@@ -439,16 +441,18 @@ class _Taken:
         copy = torch.empty_like(like.detach(), device="cpu").copy_(value.detach())
         self.copies[key] = copy.requires_grad_(value.requires_grad)
 
-    def content(self) -> Iterator[bytes | memoryview]:
-        """Yield this rank's part item by item, once everything has arrived; give the copies back."""
-        for key, (_, length) in self.items.items():
-            data: Tensor | bytes | memoryview = self.copies.pop(key)
-            if isinstance(data, Tensor):
-                item = io.BytesIO()
-                torch.save(data, item)
-                data = item.getbuffer()
-            assert len(data) == length, f"{key} takes {len(data)} bytes, where its place has {length}"
-            yield data
+    def forget(self) -> None:
+        """Let the state go, whose tensors would count as memory in which user code reads parameters."""
+        for each in (self.values, self.shared, self.late):
+            each.clear()
+
+    def write_to(self, sink: _Sink) -> None:
+        """Write this rank's part, once everything has arrived; give the copies back."""
+        for key, (start, length) in self.items.items():
+            sink.take(self.copies.pop(key))
+            assert sink.length == start + length, (
+                f"{key} ends at {sink.length}, its place at {start + length}"
+            )
 
     def metadata(self, told: Sequence[Items]) -> bytes:
         """Return the content of torch.distributed.checkpoint's ``.metadata``."""
@@ -504,9 +508,9 @@ def _stand_in(tensor: Tensor) -> Tensor:
 @cache
 def _length(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Return how many bytes ``torch.save`` writes for a tensor: they do not depend on its values."""
-    data = io.BytesIO()
-    torch.save(torch.empty_strided(shape, strides, dtype=dtype, device="cpu").zero_(), data)
-    return data.tell()
+    sink = _Sink(lambda data: None)
+    sink.take(torch.empty_strided(shape, strides, dtype=dtype, device="cpu"))
+    return sink.length
 
 
 def _keeps_its_keys(optimizer: Any, state: Any) -> bool:
@@ -542,7 +546,7 @@ def _write(
     folder: Path,
     whole: str | None,
     manifest: Mapping[str, Any],
-    files: Mapping[str, Iterable[bytes | memoryview]],
+    files: Mapping[str, Callable[[_Sink], None]],
 ) -> None:
     """Remove all generations but ``whole``, if it is known; write this rank's files, the manifest last."""
     path = target = folder / manifest["generation"]
@@ -552,13 +556,13 @@ def _write(
             _remove(folder / old)
         _make(target)
         sums = {}
-        for name, content in files.items():
+        for name, fill in files.items():
             path = target / name
-            sums[name] = _write_file(path, content)
+            sums[name] = _write_file(path, fill)
         _sync(target)
         body = json.dumps({**manifest, "files": sums}).encode()
         path = last.with_suffix(".unfinished")
-        _write_file(path, [hashlib.sha256(body).hexdigest().encode() + b"\n" + body])
+        _write_file(path, _bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body))
         os.replace(path, last)
         _sync(target)
     except OSError as error:
@@ -571,16 +575,64 @@ def _write(
         ) from error
 
 
-def _write_file(path: Path, content: Iterable[bytes | memoryview]) -> str:
+class _Sink:
+    """Passes on what ``torch.save`` writes, without a copy, and counts it.
+
+    An error waits until ``torch.save`` returns: torch calls ``write`` from C code, through which none may go.
+    """
+
+    def __init__(self, put: Callable[[memoryview], None]) -> None:
+        self.length, self._put, self._error = 0, put, cast(BaseException | None, None)
+
+    def take(self, item: bytes | Tensor) -> None:
+        if isinstance(item, Tensor):
+            torch.save(item, cast(IO[bytes], self))
+        else:
+            self.write(item)
+        if self._error is not None:
+            raise self._error
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        self.length += len(view)
+        try:
+            if self._error is None:
+                self._put(view)
+        except BaseException as error:
+            self._error = error
+        return len(view)
+
+    def flush(self) -> None:
+        pass
+
+
+def _bytes(data: bytes) -> Callable[[_Sink], None]:
+    return lambda sink: sink.take(data)
+
+
+def _write_file(path: Path, fill: Callable[[_Sink], None]) -> str:
     """Write a file onto the disk; return the checksum of what was to be written."""
-    digest = hashlib.sha256()
+    digest, small = hashlib.sha256(), bytearray()
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+
+    def put(data: memoryview) -> None:
+        digest.update(data)
+        if len(data) < _SMALL:
+            small.extend(data)
+        if max(len(small), len(data)) >= _SMALL:
+            write(bytes(small))
+            small.clear()
+        if len(data) >= _SMALL:
+            write(data)
+
+    def write(data: bytes | memoryview) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(number, left[:_CHUNK]) :]
+
     try:
-        for data in content:
-            digest.update(data)
-            left = memoryview(data)
-            while left:
-                left = left[os.write(number, left[:_CHUNK]) :]
+        fill(_Sink(put))
+        write(bytes(small))
         os.fsync(number)
     finally:
         os.close(number)
@@ -604,7 +656,7 @@ def _mark(generation: Path) -> None:
     """
     with suppress(OSError):
         if int(generation.name[:8]) == 1 and generation.is_dir() and not (generation / _MARK).exists():
-            _write_file(generation / _MARK, ())
+            _write_file(generation / _MARK, _bytes(b""))
             _sync(generation)
 
 

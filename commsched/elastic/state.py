@@ -182,10 +182,11 @@ class TorchState(ObjectState):
         except BaseException:
             self._go_back()
             raise
-        arrivals.when_whole(self._has_arrived)
+        arrivals.when_whole(partial(self._has_arrived, arrivals))
 
-    def _has_arrived(self) -> None:
-        self._arriving = None
+    def _has_arrived(self, arrivals: Arrivals) -> None:
+        if self._arriving is not None and self._arriving[0] is arrivals:
+            self._arriving = None
 
     def _settle(self) -> None:
         """Wait until the last save is whole; where it cannot be, go back to the one before."""
@@ -193,6 +194,8 @@ class TorchState(ObjectState):
             try:
                 arriving[0].complete()
             finally:
+                if arriving[0].is_whole:  # the thread that took the last value may not have said so yet
+                    self._has_arrived(arriving[0])
                 self._go_back()
 
     def _go_back(self) -> None:

@@ -12,8 +12,8 @@ read therefore keep one class, ``CompiledParameter``, whether they are pending o
 ``Access`` notes that, so that the call does not wait for all gradients.
 
 Functions that call no ``__torch_function__`` (of TorchScript or a C++ extension, ``torch.tensor``, ...) call
-operators, which torch's dispatcher sends to ``operate`` first: ``comm_core.set_late`` gives a late parameter
-a key for that. Parameters of compiled graphs do not get it, because graphs check keys, too.
+operators, which complete them first (``_complete_late``): ``comm_core.set_late`` gives a late parameter a key
+of torch's dispatcher for that. Parameters of compiled graphs do not get it, because graphs check keys, too.
 
 What cannot be intercepted is an alias of the memory made earlier (``p.detach()`` kept by the user).
 ``storages_held`` finds those by the storage's reference count; such parameters are never left pending.
@@ -22,7 +22,6 @@ What cannot be intercepted is an alias of the memory made earlier (``p.detach()`
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
@@ -32,7 +31,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from comm_core import LATE, ignore_late, set_late
+from comm_core import complete_late_by, ignore_late, set_late
 
 
 class Access(NamedTuple):
@@ -48,7 +47,6 @@ class Access(NamedTuple):
 # The accesses of pending parameters, by id. An attribute would be pickled with the parameter.
 _accesses: dict[int, Access] = {}
 _only_gradients: set[int] = set()  # the ids among them whose value is complete
-_registering = threading.Lock()  # torch refuses a second kernel for a key
 
 _grad: Any = torch.Tensor.grad
 _requires_grad: Any = torch.Tensor.requires_grad
@@ -162,11 +160,11 @@ def can_pend(parameter: torch.Tensor) -> bool:
 
 
 @cache
-def _complete_before_functions() -> torch.library.Library:
+def _complete_before_functions() -> None:
     """Complete parameters given to an ``autograd.Function``, a function of TorchScript, or an operator.
 
     The first two call no ``__torch_function__``, and may read memory without an operator: a C++ extension
-    that a forward calls, and kernels that TorchScript has fused. The result registers the operators' kernel.
+    that a forward calls, and kernels that TorchScript has fused.
     """
 
     def completing(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,29 +176,26 @@ def _complete_before_functions() -> torch.library.Library:
 
         return call
 
-    def operate(operator: Any, *args: Any, **kwargs: Any) -> Any:
-        for tensor in _tensors_in((args, kwargs), torch.Tensor):
-            if isinstance(tensor, PendingParameter):
-                complete_value(tensor)
-            elif set_late(tensor, False):  # ``tensor.data = parameter`` copied the key: it may be any
-                for key, access in list(_accesses.items()):
-                    if key not in _only_gradients:
-                        access.complete()
-        return operator(*args, **kwargs)
-
     function: Any = torch.autograd.Function
     function.apply = classmethod(completing(function.apply.__func__))
     script: Any = torch.jit.ScriptFunction
     script.__call__ = completing(script.__call__)
-    library = torch.library.Library("_", "IMPL")
-    library.fallback(operate, LATE)
-    return library
+    complete_late_by(_complete_late)
+
+
+def _complete_late(tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if isinstance(tensor, PendingParameter):
+            complete_value(tensor)
+        elif set_late(tensor, False):  # ``tensor.data = parameter`` copied the key: it may be any
+            for key, access in list(_accesses.items()):
+                if key not in _only_gradients:
+                    access.complete()
 
 
 def mark_pending(parameter: nn.Parameter, access: Access, only_grad: bool = False) -> None:
     """Intercept the next access (to the gradient)."""
-    with _registering:
-        _complete_before_functions()
+    _complete_before_functions()
     key = id(parameter)
     _accesses[key] = access
     (_only_gradients.add if only_grad else _only_gradients.discard)(key)
@@ -245,7 +240,8 @@ def when_complete(parameter: nn.Parameter, act: Callable[[], None]) -> bool:
 
     Returns False where nothing is pending, or where an access must come first: it may raise.
     """
-    return is_late(parameter) and _accesses[id(parameter)].follow(act)
+    access = _accesses.get(id(parameter)) if is_late(parameter) else None
+    return access is not None and access.follow(act)
 
 
 def _run_backward(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -23,6 +23,7 @@
 // No function here counts its own call: they borrow the tensors inside of Python's objects (THPVariable_Unpack), where
 // pybind's conversion to at::Tensor would add a reference.
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
@@ -31,9 +32,11 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -333,8 +336,9 @@ void move_out(const py::handle& tensor) {
 //     DeferredInit > ... > Autocast > Autograd > ... > CPU, CUDA, ...
 //
 // Nothing in torch uses DeferredInit, which is there for extensions. A late parameter has it: so every operator that
-// takes the parameter, called from Python, from TorchScript or from C++, comes to the kernel of pending.py first, before
-// autograd saves anything. That kernel completes the parameter, whose key goes, and calls the operator again.
+// takes the parameter, called from Python, from TorchScript or from C++, comes to this kernel first, before autograd
+// saves anything. It lets pending.py complete the parameter, whose key goes, and calls the operator again. The kernel
+// is not one of Python: torch has those only for operators that are named when modes (FlopCounterMode) are on.
 
 constexpr c10::DispatchKey LATE = c10::DispatchKey::DeferredInit;
 
@@ -356,6 +360,44 @@ bool ignore_late(bool ignore) {
   return before;
 }
 
+std::vector<at::Tensor> late_among(const c10::IValue* begin, const c10::IValue* end) {
+  std::vector<at::Tensor> late;
+  const auto look = [&late](const c10::IValue& value) {
+    if (value.isTensor() && value.toTensor().defined() && value.toTensor().key_set().has(LATE)) late.push_back(value.toTensor());
+  };
+  for (; begin != end; ++begin) {
+    look(*begin);
+    if (begin->isList()) {
+      for (const c10::IValue& value : begin->toListRef()) look(value);
+    }
+  }
+  return late;
+}
+
+// Never destroyed: operators may be called until the process ends.
+py::object* complete_late = nullptr;
+
+void operate(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto late = [&] {
+    const auto end = stack->data() + stack->size();
+    return late_among(end - static_cast<ptrdiff_t>(op.schema().arguments().size()), end);
+  };
+  const std::vector<at::Tensor> found = late();
+  if (!found.empty()) {
+    const py::gil_scoped_acquire gil;
+    (*complete_late)(found);
+  }
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> ignored;
+  if (found.empty() || !late().empty()) ignored.emplace(LATE);  // some stay marked: no rank has changed them
+  op.callBoxed(stack);
+}
+
+void complete_late_by(py::object complete) {
+  static torch::Library library(torch::Library::IMPL, "_", LATE, __FILE__, __LINE__);
+  if (complete_late == nullptr) library.fallback(torch::CppFunction::makeFromBoxedFunction<&operate>());
+  complete_late = new py::object(std::move(complete));
+}
+
 }  // namespace
 
 void bind_memory(py::module_& m) {
@@ -371,7 +413,7 @@ void bind_memory(py::module_& m) {
   m.def("source_addresses", &source_addresses, py::arg("tensors"), py::arg("needed"), py::arg("like"));
   m.def("foreign_uses", &foreign_uses, py::arg("parameter"));
   m.def("foreign_users", &foreign_users, py::arg("parameters"));
-  m.attr("LATE") = c10::toString(LATE);
+  m.def("complete_late_by", &complete_late_by, py::arg("complete"));
   m.def("set_late", &set_late, py::arg("tensor"), py::arg("late"));
   m.def("ignore_late", &ignore_late, py::arg("ignore"));
 }

@@ -125,9 +125,9 @@ def test_saves_run_beside_training(kept: Path, monkeypatch: pytest.MonkeyPatch) 
     """The second save waits for the first, and both write the values at their call."""
     goes, write = threading.Event(), checkpoint._write_file
 
-    def slow(path: Path, content: Any) -> str:
+    def slow(path: Path, fill: Any) -> str:
         assert goes.wait(60)
-        return write(path, content)
+        return write(path, fill)
 
     monkeypatch.setattr(checkpoint, "_write_file", slow)
     state = numbered(1)
